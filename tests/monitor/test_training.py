@@ -18,6 +18,8 @@ from paceline.monitor.attribution import join, straggler
 from paceline.monitor.events import Part
 from paceline.monitor.run_events import RunEvents, read_run
 from paceline.world.world import World
+from tests.faults.elastic_jobs import STEPS as STEPS_OF_JOB
+from tests.faults.elastic_jobs import check_unharmed, run_elastic
 from tests.workers import run_workers
 
 DELAY_S = 0.03
@@ -37,19 +39,20 @@ class Points(Dataset[Any]):
 
 
 def train(
-    world: World, *, folder: str, slow: int, part: str, strategy: str = "ddp", lanes: int | None = None
+    world: World, *, folder: str, slow: int = 0, part: str = "", lanes: int | None = None, writes: bool = True
 ) -> dict[str, Any]:
     def delays(here: str) -> float:
         return DELAY_S if world.rank == slow and part == here else 0.0
 
     threads = threading.active_count()
-    with paceline.Engine(world=world, project_dir=folder, seed=1, strategy=strategy, lanes=lanes) as engine:
+    with paceline.Engine(world=world, project_dir=folder, seed=1, lanes=lanes) as engine:
         model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
         model.register_forward_hook(lambda *_: time.sleep(delays("forward")))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_pre_hook(lambda *_: time.sleep(delays("optimizer")))
         model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(Points(delays("data")), batch_size=2))
-        engine.init_trackers("run")
+        if writes:
+            engine.init_trackers("run")
         walls, began = [], time.perf_counter()
         for points, labels in loader:
             loss = (model(points) - labels).square().mean()
@@ -103,6 +106,25 @@ def test_the_parts_of_a_step_add_up_to_its_wall_time(lanes: int, tmp_path: Path)
 
 @pytest.mark.workers
 def test_events_change_no_bit(tmp_path: Path) -> None:
-    _, late = train_on(2, tmp_path / "late", slow=1, part="data")
-    _, other = train_on(2, tmp_path / "other", slow=0, part="forward")
-    assert len({one["hash"] for one in [*late, *other]}) == 1
+    with_events = run_workers(train, 2, folder=str(tmp_path / "with"), slow=1, part="data")
+    without = run_workers(train, 2, folder=str(tmp_path / "without"), writes=False)
+    assert (tmp_path / "with" / "run" / "events").is_dir()
+    assert not (tmp_path / "without").exists()
+    for result in [*with_events, *without]:
+        assert result.error is None, result.traceback
+    assert len({result.value["hash"] for result in [*with_events, *without]}) == 1
+
+
+@pytest.mark.job
+def test_a_worker_that_is_killed_and_replaced_is_on_the_time_axis(tmp_path: Path) -> None:
+    orders = ["kill:rank=1,step=3,phase=backward"]
+    job = run_elastic(tmp_path, "", "--log", orders=orders)
+    check_unharmed(job, orders)
+    run = read_run(tmp_path / "run" / "logged")
+    assert run.workers[0]["step"].tolist() == STEPS_OF_JOB
+    assert run.workers[0]["parts"][2, Part.RECOVERY] > 0  # the third step was done again
+    assert set(run.workers[0]["generation"].tolist()) >= {1, 2}
+    told = [note.text for note in run.notes if note.worker == 0]
+    assert told[0].startswith("generation 2: workers 0, 2, 3"), told
+    first, third = (float(run.workers[0]["began"][at]) for at in (0, 3))
+    assert first < run.notes[0].time < third + 60

@@ -99,7 +99,7 @@ def _fitting(run: RunEvents, last: int, console: Console) -> Table:
     """The table with as many columns as the terminal has room for."""
     for count in range(len(FIRST_TO_GO) + 1):
         table = _table(run, last, FIRST_TO_GO[:count])
-        if console.measure(table).maximum <= console.width:
+        if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
             break
     return table
 

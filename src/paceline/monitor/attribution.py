@@ -127,7 +127,7 @@ def join(run: RunEvents, recent: int | None = None) -> Joined:
 
 
 def _of_generation(steps: Records, generation: int, recent: int | None) -> Records:
-    of_it = steps[steps["generation"] == generation]
+    of_it: Records = steps[steps["generation"] == generation]
     return of_it if recent is None else of_it[-recent:]
 
 

@@ -29,6 +29,8 @@ from paceline.monitor.events import DTYPE, FOLDER, FORMAT, LONGEST_HEADER, RECOR
 _NAME = re.compile(r"worker-(\d+)\.(\d+)")
 _RECORD = np.dtype(DTYPE)
 assert _RECORD.itemsize == RECORD_BYTES
+HOSTS_APART_S = 600.0
+"""At most, by their calendars: further apart are two runs in one folder, which both have a step 1."""
 
 Records = npt.NDArray[Any]
 
@@ -190,12 +192,11 @@ def _align(files: Sequence[WorkerFile]) -> None:
 
 def _difference(reference: Sequence[WorkerFile], others: Sequence[WorkerFile]) -> float:
     """What to add to the others' clock to get the reference's."""
+    first, second = reference[0].header, others[0].header
+    calendar = float(second["time"]) - float(second["clock"]) - (float(first["time"]) - float(first["clock"]))
     found = [vote_difference(one.steps, other.steps) for one in reference for other in others]
-    known = [one for one in found if one is not None]
-    if known:
-        return float(np.median(known))
-    one, other = reference[0].header, others[0].header
-    return float(other["time"]) - float(other["clock"]) - (float(one["time"]) - float(one["clock"]))
+    known = [one for one in found if one is not None and abs(one - calendar) < HOSTS_APART_S]
+    return float(np.median(known)) if known else calendar
 
 
 def vote_difference(one: Records, other: Records) -> float | None:

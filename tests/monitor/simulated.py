@@ -1,0 +1,71 @@
+"""A run of workers that never was: their records, as they would have written them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.monitor.events import FOLDER, FORMAT, VERSION, Kind, Part, StepRecord, pack_note, pack_step
+
+TYPICAL_S = {
+    Part.DATA: 1e-3,
+    Part.FORWARD: 15e-3,
+    Part.BACKWARD: 25e-3,
+    Part.OPTIMIZER: 4e-3,
+    Part.OTHER: 1e-3,
+}
+
+
+@dataclass
+class Simulated:
+    """`delays` in seconds, by worker and part, from step `since` on; `clocks`: what each host's is ahead by."""
+
+    workers: int = 4
+    steps: int = 60
+    seed: int = 0
+    jitter: float = 0.1
+    delays: Mapping[tuple[int, Part], float] = field(default_factory=dict)
+    since: int = 1
+    clocks: Mapping[int, float] = field(default_factory=dict)
+    latency_s: float = 2e-4
+    own: list[list[StepRecord]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """All workers leave a vote together, a latency after the last has come."""
+        draw = np.random.default_rng(self.seed)
+        self.own = [[] for _ in range(self.workers)]
+        begin = np.full(self.workers, 1000.0)
+        for step in range(1, self.steps + 1):
+            spent = np.zeros((self.workers, len(Part)))
+            for part, typical in TYPICAL_S.items():
+                spent[:, part] = typical * (1 + self.jitter * draw.gamma(2.0, 1.0, self.workers))
+            for (worker, part), delay in self.delays.items():
+                spent[worker, part] += delay * (step >= self.since) * draw.uniform(0.8, 1.2)
+            arrived = begin + spent[:, [Part.DATA, Part.FORWARD, Part.BACKWARD]].sum(axis=1)
+            voted = arrived.max() + self.latency_s * draw.uniform(1, 1.5, self.workers)
+            spent[:, Part.VOTE] = voted - arrived
+            spent[:, Part.EXCHANGE] += 1e-3
+            for worker, records in enumerate(self.own):
+                ahead = self.clocks.get(worker, 0.0)
+                times = (float(one) + ahead for one in (begin[worker], arrived[worker], voted[worker]))
+                records.append(StepRecord(worker, 0, step, *times, tuple(spent[worker]), 0.01))
+            begin = begin + spent.sum(axis=1)
+
+    def write(self, folder: Path, *, number: int = 0, ended: bool = True, **about: Any) -> Path:
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        for worker, records in enumerate(self.own):
+            boot = f"host {worker}" if self.clocks else "one host"
+            clock = 999.0 + self.clocks.get(worker, 0.0)
+            header = {"format": FORMAT, "version": VERSION, "worker": worker, "host": boot, "boot": boot, "step": 0}
+            header |= {"clock": clock, "time": 1.7e9, "joins": False, **about}
+            packed = [pack_step(record, 2.0**30, 0.0) for record in records]
+            if ended:
+                packed.append(pack_note(Kind.END, worker, 0, self.steps, records[-1].voted + 1, ""))
+            data = json.dumps(header).encode() + b"\n" + b"".join(packed)
+            (folder / FOLDER / f"worker-{worker}.{number}").write_bytes(data)
+        return folder
