@@ -92,7 +92,8 @@ def _title(run: RunEvents) -> str:
 
 def _note(note: Note) -> str:
     at = time.strftime("%H:%M:%S", time.localtime(note.time))
-    return f"{at}  worker {note.worker}, step {note.step:,}: {note.text}"
+    who = "" if note.worker is None else f", worker {note.worker}"
+    return f"{at}  step {note.step:,}{who}: {note.text}"
 
 
 def _fitting(run: RunEvents, last: int, console: Console) -> Table:

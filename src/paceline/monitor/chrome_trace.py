@@ -37,7 +37,8 @@ def trace_of(run: RunEvents, first: int, last: int) -> dict[str, Any]:
             events += _step(worker, record, zero)
     for note in run.notes:
         if zero <= note.time <= end:
-            about = {"name": note.text, "ph": "i", "s": "g", "pid": note.worker, "tid": COMPUTE}
+            where = {"s": "g", "pid": min(chosen)} if note.worker is None else {"s": "p", "pid": note.worker}
+            about = {"name": note.text, "ph": "i", **where, "tid": COMPUTE}
             events.append({**about, "ts": _micro(note.time - zero)})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": str(run.folder)}}
 

@@ -39,8 +39,9 @@ class Part(enum.IntEnum):
 
 class Kind(enum.IntEnum):
     STEP = 1
-    NOTE = 2  # a generation begins, records were dropped
+    NOTE = 2  # about this worker: records were dropped
     END = 3  # the worker has left in good order
+    JOB = 4  # about the job, told by every worker: a generation begins
 
 
 class StepRecord(NamedTuple):

@@ -145,7 +145,7 @@ class Recorder:
         if generation != self._generation:
             self._generation = generation
             for text in workers.recovery.about_generation:
-                self._note(Kind.NOTE, training.step, text)
+                self._note(Kind.JOB, training.step, text)
         self._file.add(
             StepRecord(
                 workers.world.rank,

@@ -39,7 +39,7 @@ Records = npt.NDArray[Any]
 class Note:
     """Something that happened: a generation began, records were dropped."""
 
-    worker: int
+    worker: int | None  # None: to the job
     time: float
     step: int
     text: str
@@ -52,7 +52,7 @@ class WorkerFile:
     path: Path
     header: dict[str, Any]
     steps: Records
-    notes: list[tuple[float, int, str]]
+    notes: list[tuple[float, int, str, bool]]  # time, step, text, whether it is about the job
     has_ended: bool
     cut_bytes: int  # of a record that was being written
     offset: float = 0.0
@@ -94,12 +94,11 @@ def read_run(folder: Path) -> RunEvents:
         _supersede(workers, file)
         before = workers.get(file.worker)
         workers[file.worker] = steps if before is None else _joined(before, steps)
-    notes = [Note(file.worker, at + file.offset, step, text) for file in files for at, step, text in file.notes]
     newest = {file.worker: file for file in sorted(files, key=lambda one: one.began)}
     return RunEvents(
         folder,
         dict(sorted(workers.items())),
-        sorted(notes, key=lambda note: note.time),
+        _notes_of(files),
         {worker: file.header for worker, file in sorted(newest.items())},
         has_ended=all(file.has_ended for file in newest.values()),
         problems=problems,
@@ -150,11 +149,22 @@ def read_file(path: Path) -> WorkerFile:
     steps = records[records["kind"] == Kind.STEP]
     sane = np.isfinite(steps["began"]) & np.isfinite(steps["parts"]).all(axis=1) & (steps["parts"] >= 0).all(axis=1)
     notes = [
-        (float(records["began"][at]), int(records["step"][at]), one_line(text_of(records[at].tobytes())))
-        for at in np.flatnonzero(records["kind"] == Kind.NOTE)
+        (float(one["began"]), int(one["step"]), one_line(text_of(one.tobytes())), bool(one["kind"] == Kind.JOB))
+        for one in records[np.isin(records["kind"], (Kind.NOTE, Kind.JOB))]
     ]
     ended = bool((records["kind"] == Kind.END).any())
     return WorkerFile(path, header, steps[sane], notes, ended, len(data) - whole)
+
+
+def _notes_of(files: Sequence[WorkerFile]) -> list[Note]:
+    """In the order of time; what every worker tells is there once, as the first one told it."""
+    all_of_them = sorted(
+        (at + file.offset, step, text, of_job, file.worker) for file in files for at, step, text, of_job in file.notes
+    )
+    found: dict[Any, Note] = {}
+    for at, step, text, of_job, worker in all_of_them:
+        found.setdefault((step, text) if of_job else (at, worker), Note(None if of_job else worker, at, step, text))
+    return list(found.values())
 
 
 def _supersede(workers: dict[int, Records], file: WorkerFile) -> None:
