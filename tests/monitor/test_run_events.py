@@ -121,6 +121,12 @@ def test_a_worker_that_joins_takes_nothing_from_the_others(tmp_path: Path) -> No
     assert run.workers[1]["step"].tolist() == [*range(1, 11), *range(13, 31)]
 
 
+@pytest.mark.parametrize("recent", [1, 7, 20, 1000])
+def test_the_last_records_can_be_read_alone(recent: int, tmp_path: Path) -> None:
+    run = read_run(Simulated(2, 20).write(tmp_path, ended=False), recent)
+    assert run.workers[1]["step"].tolist() == list(range(max(1, 21 - recent), 21))
+
+
 def test_notes_are_on_the_same_axis(tmp_path: Path) -> None:
     simulated = Simulated(1, 10)
     path = file_of(simulated.write(tmp_path), 0)

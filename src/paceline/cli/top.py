@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 WIDTH_OF_A_FILE = 140
 NOTES = 5
+KEPT = 10_000
+"""Records of each worker that are read again for every drawing."""
 LEAST_SHOWN_S = 5e-5
 HIDDEN, WAITING, OPTIMIZER = "hidden\ncomm.", "of it\nwaiting", "opti-\nmizer"
 CHECKPOINT, RECOVERY, MEMORY = "check-\npoint", "re-\ncovery", "memory"
@@ -49,7 +51,7 @@ def top(
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH_OF_A_FILE)
-    events = read_run(run)
+    events = read_run(run, max(last, KEPT))
     if once or events.has_ended or not console.is_terminal:
         console.print(view(events, last, console))
         return
@@ -57,7 +59,7 @@ def top(
         with Live(view(events, last, console), console=console, auto_refresh=False) as live:
             while not events.has_ended:
                 time.sleep(every_s)
-                events = read_run(run)
+                events = read_run(run, max(last, KEPT))
                 live.update(view(events, last, console), refresh=True)
     except KeyboardInterrupt:
         return

@@ -493,6 +493,8 @@ class Engine(AccelerateNames):
         if self._recorder is not None:
             self._recorder.close()
         seat = self._group.seat
+        if seat.is_server:
+            return
         about = {"worker": seat.rank, "step": self.step, "joins": not self._group.recovery.admitted, **self.resolved()}
         self._recorder = record_steps(folder, about, self._group, lambda: self._objects.step, self.device)
 

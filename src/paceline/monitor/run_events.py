@@ -13,6 +13,7 @@ together (asynchronous strategies) are aligned by the calendar time of their hos
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,8 +84,9 @@ class RunEvents:
         return max((int(steps["step"][-1]) for steps in self.workers.values() if len(steps)), default=0)
 
 
-def read_run(folder: Path) -> RunEvents:
-    files, problems = _files_of(folder)
+def read_run(folder: Path, recent: int | None = None) -> RunEvents:
+    """`recent`: at most so many records of each file, its last ones; for whoever reads again and again."""
+    files, problems = _files_of(folder, recent)
     _align(files)
     workers: dict[int, Records] = {}
     for file in sorted(files, key=lambda one: one.began):
@@ -105,7 +107,7 @@ def read_run(folder: Path) -> RunEvents:
     )
 
 
-def _files_of(folder: Path) -> tuple[list[WorkerFile], list[str]]:
+def _files_of(folder: Path, recent: int | None) -> tuple[list[WorkerFile], list[str]]:
     named = one_line(str(folder), 200)
     if not folder.is_dir():
         raise DataError(f"{named}: there is no such run; name the folder that holds its metrics.jsonl")
@@ -117,7 +119,7 @@ def _files_of(folder: Path) -> tuple[list[WorkerFile], list[str]]:
     files, problems = [], []
     for path in paths:
         try:
-            files.append(read_file(path))
+            files.append(read_file(path, recent))
         except (OSError, ValueError) as error:
             problems.append(f"{one_line(str(path), 200)} can't be read: {cause_of(error)}")
     if not files:
@@ -125,10 +127,13 @@ def _files_of(folder: Path) -> tuple[list[WorkerFile], list[str]]:
     return files, problems
 
 
-def read_file(path: Path) -> WorkerFile:
+def read_file(path: Path, recent: int | None = None) -> WorkerFile:
     """ValueError: it is not what a worker writes, or what a newer version does."""
     with open_input(path) as file:
         line = file.readline(LONGEST_HEADER)
+        if recent is not None:
+            records = (os.fstat(file.fileno()).st_size - len(line)) // RECORD_BYTES
+            file.seek(max(0, records - recent) * RECORD_BYTES, os.SEEK_CUR)
         data = file.read()
     if not line:
         raise ValueError("it is empty: its worker ended before it wrote anything")
