@@ -58,8 +58,7 @@ def switch(engine: paceline.Engine, folder: Path | None) -> None:
     """Events into that folder; None: not even the marks."""
     timing: Any = engine.timing
     if folder is None:
-        engine._recorder.close()  # type: ignore[union-attr]
-        engine._recorder = None
+        engine.record_events(None)
         timing.enter = lambda part: 0.0
     else:
         timing.__dict__.pop("enter", None)

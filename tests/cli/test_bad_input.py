@@ -110,6 +110,8 @@ COMPLETE = {
     ("checkpoint", "diff"): ["here", "there"],
     ("data", "tokenize"): ["out", "in"],
     ("data", "audit"): ["here"],
+    ("top",): ["here"],
+    ("trace",): ["here"],
 }
 CASES = [(verb, flag, value) for verb, flag, kind in options() for value in WRONG[kind]]
 

@@ -20,6 +20,7 @@ from paceline.monitor.run_events import RunEvents, read_run
 from paceline.world.world import World
 from tests.faults.elastic_jobs import STEPS as STEPS_OF_JOB
 from tests.faults.elastic_jobs import check_unharmed, run_elastic
+from tests.trainer.jobs import make_trainer
 from tests.workers import run_workers
 
 DELAY_S = 0.03
@@ -113,6 +114,13 @@ def test_events_change_no_bit(tmp_path: Path) -> None:
     for result in [*with_events, *without]:
         assert result.error is None, result.traceback
     assert len({result.value["hash"] for result in [*with_events, *without]}) == 1
+
+
+def test_the_trainer_writes_them_to_its_folder(tmp_path: Path) -> None:
+    make_trainer(tmp_path).train()
+    run = read_run(tmp_path)
+    assert run.workers[0]["step"].tolist() == list(range(1, 7))
+    assert run.has_ended
 
 
 @pytest.mark.job

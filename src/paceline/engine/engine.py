@@ -485,16 +485,18 @@ class Engine(AccelerateNames):
         """Numbers by name, of a step that is done; called by every worker, written once."""
         self._metrics_log.log(values, self.step if step is None else step)
 
-    def record_events(self, folder: Path) -> None:
+    def record_events(self, folder: str | Path | None) -> None:
         """From now on where each step's time goes is written to `folder/events`: what `paceline top` reads.
 
-        `init_trackers` and the Trainer call it, on every worker.
+        `init_trackers` and the Trainer call it, on every worker. None: from now on it is not.
         """
         if self._recorder is not None:
             self._recorder.close()
+            self._recorder = None
         seat = self._group.seat
-        if seat.is_server:
+        if folder is None or seat.is_server:
             return
+        folder = path_of("record_events: folder", folder)
         about = {"worker": seat.rank, "step": self.step, "joins": not self._group.recovery.admitted, **self.resolved()}
         self._recorder = record_steps(folder, about, self._group, lambda: self._objects.step, self.device)
 
@@ -537,8 +539,7 @@ class Engine(AccelerateNames):
             self._note(f"paceline: {counted(compiled.graphs, 'graph')} compiled for {compiled.kinds}")
         self._objects.close()
         self._metrics_log.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        self.record_events(None)
         group.close()
 
     end_training = close

@@ -146,6 +146,7 @@ class TrainingReports(NoReports):
 
     def close(self, *, ok: bool) -> NoReports:
         self._bar.close()
+        self._engine.record_events(None)
         has_file = not self._reports.is_reporting or json_lines.JsonLines.name in self._reports.names
         self._reports.close(ok=ok)
         return FileAlone(self._engine, self._folder) if has_file else NoReports()
