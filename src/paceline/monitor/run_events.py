@@ -132,8 +132,8 @@ def read_file(path: Path, recent: int | None = None) -> WorkerFile:
     with open_input(path) as file:
         line = file.readline(LONGEST_HEADER)
         if recent is not None:
-            records = (os.fstat(file.fileno()).st_size - len(line)) // RECORD_BYTES
-            file.seek(max(0, records - recent) * RECORD_BYTES, os.SEEK_CUR)
+            there = (os.fstat(file.fileno()).st_size - len(line)) // RECORD_BYTES
+            file.seek(max(0, there - recent) * RECORD_BYTES, os.SEEK_CUR)
         data = file.read()
     if not line:
         raise ValueError("it is empty: its worker ended before it wrote anything")
