@@ -183,5 +183,5 @@ def test_the_help_says_where_the_other_benchmarks_are() -> None:
     shown = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
     assert "scripts in the repository's folder benchmarks/" in shown
     assert {command.callback.__name__ for command in app.registered_commands if command.callback} == {
-        "step", "collectives", "memory", "network",
+        "step", "collectives", "memory", "network", "hardware",
     }  # fmt: skip

@@ -44,7 +44,17 @@ def test_every_row_has_the_global_batch_and_the_fastest_comes_first() -> None:
     assert speeds == sorted(speeds, reverse=True)
     settings = {(o.strategy, o.samples, o.accumulate, o.precision, o.recomputed) for o in plan.fitting}
     assert len(settings) == len(plan.fitting) == 6 * 4 * 2 * 2
-    assert plan.best.precision == "bf16"
+    assert plan.best is plan.fitting[0]
+
+
+def wide() -> Any:
+    return nn.Sequential(Block(1024, 2)), (torch.randn(8, 512, 1024), torch.randn(8, 512, 1024)), loss_of
+
+
+def test_large_products_are_fastest_in_low_precision() -> None:
+    request = Request(workers=4, precisions=("fp32", "bf16"))
+    profile = profile_source(Source("wide", wide), lambda n: variants_for(request, n), blocks=lambda m: list(m))
+    assert search(profile, hardware_named("H100"), request).best.precision == "bf16"
 
 
 def test_time_and_memory_are_the_sums_of_their_parts() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
@@ -87,7 +88,8 @@ def test_alone_nothing_is_sent() -> None:
 
 
 def test_the_order_of_buckets_is_backwards() -> None:
-    model, batch = random_model(2)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    batch = torch.randn(4, 3), torch.randn(4, 2)
     trained = list(model.parameters())
     with PassRecorder([model], trained, None) as recorder:
         found = recorder.backward(loss_of(model, recorder.took(batch)), 4)

@@ -9,11 +9,10 @@ The order says what to profile and where to write it; the engine's side is `engi
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,11 +75,10 @@ def _run(script: Path, arguments: Sequence[str], order: Order, folder: Path, thr
     """What it said last, where it did not write a profile."""
     path = folder / "order.json"
     path.write_text(order.to_json())
-    environment: Mapping[str, Any] = os.environ | plan_environment(path, threads=threads)
     try:
         ended = subprocess.run(
             [sys.executable, str(script), *arguments],
-            env=environment, capture_output=True, text=True, timeout=LONGEST_S, check=False,
+            env=plan_environment(path, threads=threads), capture_output=True, text=True, timeout=LONGEST_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"it ran for {LONGEST_S:.0f} s without reaching engine.backward()"

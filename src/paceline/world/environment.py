@@ -101,8 +101,9 @@ def replay_environment(folder: Path, *, lanes: int, threads: int, seed: int) -> 
 
 
 def plan_environment(order: Path, *, threads: int) -> dict[str, str]:
-    """What makes a process the only worker of a job, whose step is profiled as the order says."""
+    """Of a process that is the only worker of a job, whose step is profiled as the order says; else as this one's."""
     return {
+        **os.environ,
         "PACELINE_RANK": "0",
         "PACELINE_WORLD_SIZE": "1",
         "PACELINE_SERVERS": "0",
