@@ -30,11 +30,11 @@ PARAMETERS = 4 * 2**20
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A real cgroup of 48 MiB, for as long as the test runs."""
+    """A real cgroup of 54 MiB, for as long as the test runs."""
     made = GROUPS / f"paceline-test-{os.getpid()}"
     try:
         made.mkdir()
-        (made / "memory.limit_in_bytes").write_text(str(48 * 2**20))
+        (made / "memory.limit_in_bytes").write_text(str(54 * 2**20))
     except OSError:
         pytest.skip("needs root and the memory controller of cgroups, version 1")
     yield made

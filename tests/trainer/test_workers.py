@@ -199,7 +199,9 @@ def test_save_model_has_whole_weights_under_every_strategy(tmp_path: Path, strat
     assert {weights_hash([model])} == saved
     assert not (tmp_path / "trainer_state.json").exists()
     assert not (tmp_path / "model-00001-of-00002.safetensors").exists()
-    assert not [path for path in tmp_path.iterdir() if "partial" in path.name or path.is_dir()]
+    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert folders == {"events"}
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
 def test_a_large_model_is_saved_in_shards_that_replace_the_earlier_file(tmp_path: Path) -> None:
