@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,7 +143,7 @@ def simulate(
         raise ConfigError("--trace-workers and --trace-steps: a timeline has at least one of each")
     out = report.console()
     found = []
-    with out.status("simulating …") if out.is_terminal else _Quiet():
+    with out.status("simulating …") if out.is_terminal else nullcontext():
         for scenario in made:
             watch = watched(scenario, trace_workers, trace_steps) if trace is not None else Watch()
             found.append((run(scenario, watch), watch))
@@ -152,12 +153,6 @@ def simulate(
         out.print(f"\n{trace}: {count:,} events; open it at https://ui.perfetto.dev", soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps([result.to_json() for result, _ in found], indent=1) + "\n")
-
-
-class _Quiet:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 def _product(given: dict[str, Any]) -> list[dict[str, Any]]:
