@@ -35,7 +35,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The jobs that would have been started."""
     seen: list[Any] = []
 
-    async def supervise(job: Any) -> int:
+    async def supervise(job: Any, shows: Any = None) -> int:
         seen.append(job)
         return 0
 
@@ -111,6 +111,25 @@ def test_a_wrong_word_is_one_line(call: Call, words: list[str], line: str) -> No
 def test_names_of_other_launchers(call: Call, jobs: list[Any], script: str, words: list[str], workers: int) -> None:
     assert call("run", *words, script)[0] == 0
     assert jobs[0].workers == workers
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "told"),
+    [
+        ([], ["--workers", "3"], True),
+        ([], ["--epochs", "3", "--servers=1"], True),
+        ([], ["--lanes", "4"], False),
+        (["--workers", "2"], ["--workers", "3"], False),
+        (["--num-processes", "2"], ["--workers", "3"], False),
+        ([], ["--strategy", "best"], False),
+    ],
+)
+def test_an_option_behind_the_script_is_the_scripts_and_is_told_if_it_may_be_ours(
+    call: Call, jobs: list[Any], script: str, before: list[str], behind: list[str], told: bool
+) -> None:
+    code, _, err = call("run", *before, script, *behind)
+    assert (code, jobs[0].script.arguments) == (0, tuple(behind))
+    assert ("is given to the script. For paceline write it before: paceline run --" in err) == told
 
 
 def test_processes_of_all_hosts_are_divided_among_them(

@@ -1,9 +1,10 @@
-"""`paceline top` and `paceline trace`: what they show of a run, and one line for what they can't."""
+"""`paceline top`, `trace` and `monitor`: what they show of a run, and one line for what they can't."""
 
 from __future__ import annotations
 
 import io
 import json
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_steps_that_are_not_there_are_refused(
     assert not (tmp_path / "t.json").exists()
 
 
-@pytest.mark.parametrize("verb", [("top", "--once"), ("trace",)])
+@pytest.mark.parametrize("verb", [("top", "--once"), ("trace",), ("monitor",)])
 def test_a_run_that_can_not_be_read_is_one_line(
     verb: tuple[str, ...], paceline: Callable[..., Called], run: Path, tmp_path: Path
 ) -> None:
@@ -111,3 +112,31 @@ def test_a_run_that_can_not_be_read_is_one_line(
         assert code == 2
         assert words in err
         assert len(err.splitlines()) == 1
+
+
+def test_monitor_without_a_run_or_with_a_port_in_use_is_one_line(paceline: Callable[..., Called], run: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, told in (
+            ([], "name the folder of a run"),
+            ([run, "--port", port], f"--port {port} on 127.0.0.1 is in use"),
+        ):
+            code, _, err = paceline("monitor", *words)
+            assert code == 2
+            assert told in err
+            assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["monitor", "here"], ["run", "--dashboard", "train.py"]])
+def test_without_its_packages_the_dashboard_names_them(
+    words: list[str], paceline: Callable[..., Called], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.cli.monitor.NEEDED", ("starlette_not_here", "uvicorn_not_here"))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    code, _, err = paceline(*words)
+    assert code == 2
+    assert err.endswith(
+        "starlette_not_here and uvicorn_not_here, which are not installed: pip install 'paceline[monitor]'\n"
+    )
+    assert len(err.splitlines()) == 1

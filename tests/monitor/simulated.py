@@ -23,7 +23,11 @@ TYPICAL_S = {
 
 @dataclass
 class Simulated:
-    """`delays` in seconds, by worker and part, from step `since` on; `clocks`: what each host's is ahead by."""
+    """`delays` in seconds, by worker and part, from step `since` on, in one of `every` steps.
+
+    `clocks`: what each host's is ahead by. `meets_after_update`: as under zero. `link`: a worker, and what its messages
+    take longer.
+    """
 
     workers: int = 4
     steps: int = 60
@@ -33,27 +37,42 @@ class Simulated:
     since: int = 1
     clocks: Mapping[int, float] = field(default_factory=dict)
     latency_s: float = 2e-4
+    every: int = 1
+    meets_after_update: bool = False
+    link: tuple[int, float] | None = None
     own: list[list[StepRecord]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """All workers leave a vote together, a latency after the last has come."""
-        draw = np.random.default_rng(self.seed)
+        draw, of_network = np.random.default_rng(self.seed), np.random.default_rng(self.seed + 1000)
         self.own = [[] for _ in range(self.workers)]
         begin = np.full(self.workers, 1000.0)
         for step in range(1, self.steps + 1):
             spent = np.zeros((self.workers, len(Part)))
             for part, typical in TYPICAL_S.items():
                 spent[:, part] = typical * (1 + self.jitter * draw.gamma(2.0, 1.0, self.workers))
+            is_slow = step >= self.since and of_network.random() < 1 / self.every
             for (worker, part), delay in self.delays.items():
-                spent[worker, part] += delay * (step >= self.since) * draw.uniform(0.8, 1.2)
+                spent[worker, part] += delay * is_slow * draw.uniform(0.8, 1.2)
             arrived = begin + spent[:, [Part.DATA, Part.FORWARD, Part.BACKWARD]].sum(axis=1)
             voted = arrived.max() + self.latency_s * draw.uniform(1, 1.5, self.workers)
             spent[:, Part.VOTE] = voted - arrived
             spent[:, Part.EXCHANGE] += 1e-3
+            peers = of_network.integers(self.workers, size=self.workers)
+            peer_s = of_network.exponential(3e-4, self.workers)
+            if self.link is not None and step >= self.since:
+                slow, longer = self.link
+                spent[:, Part.EXCHANGE] += longer * of_network.uniform(0.9, 1.1, self.workers)
+                others = [worker for worker in range(self.workers) if worker != slow]
+                peers[others], peer_s[others] = slow, longer * of_network.uniform(0.7, 1.0, len(others))
+            if self.meets_after_update:
+                ends = spent.sum(axis=1) + begin
+                spent[:, Part.EXCHANGE] += ends.max() - ends
             for worker, records in enumerate(self.own):
                 ahead = self.clocks.get(worker, 0.0)
                 times = (float(one) + ahead for one in (begin[worker], arrived[worker], voted[worker]))
-                records.append(StepRecord(worker, 0, step, *times, tuple(spent[worker]), 0.01))
+                peer = int(peers[worker]), float(peer_s[worker])
+                records.append(StepRecord(worker, 0, step, *times, tuple(spent[worker]), 0.01, *peer))
             begin = begin + spent.sum(axis=1)
 
     def write(self, folder: Path, *, number: int = 0, ended: bool = True, **about: Any) -> Path:

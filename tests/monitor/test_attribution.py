@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +41,65 @@ def test_an_injected_cause_is_named(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("jitter", [0.02, 0.3])
 def test_where_nothing_is_injected_none_stands_out(seed: int, jitter: float, tmp_path: Path) -> None:
     for workers in (2, 3, 8):
-        simulated = Simulated(workers, 200, seed, jitter=jitter)
+        simulated = Simulated(workers, 200, seed, jitter=jitter, meets_after_update=seed % 2 == 0)
         joined = join(read_run(simulated.write(tmp_path / str(workers))))
         for end in range(14, 200, 7):  # as it is watched live
-            seen = type(joined)(joined.workers, joined.steps[:end], joined.arrived[:, :end], joined.parts[:, :end])
-            assert straggler(seen) is None
+            assert joined.peers is not None
+            assert joined.peer_s is not None
+            cut = (one[:, :end] for one in (joined.arrived, joined.parts, joined.peers, joined.peer_s))
+            assert straggler(type(joined)(joined.workers, joined.steps[:end], *cut)) is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_slow_update_is_named_where_all_wait_for_each_other_after_it(seed: int, tmp_path: Path) -> None:
+    draw = np.random.default_rng(seed)
+    workers = int(draw.integers(2, 9))
+    worker = int(draw.integers(workers))
+    delays = {(worker, Part.OPTIMIZER): 0.02}
+    found = found_in(tmp_path, Simulated(workers, 80, seed, delays=delays, since=20, meets_after_update=True))
+    assert found is not None
+    assert (found.worker, found.part, found.by_link) == (worker, Part.OPTIMIZER, False), str(found)
+    assert abs(found.since - 20) <= 3, str(found)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_slow_link_is_told_from_a_worker_that_computes_late(seed: int, tmp_path: Path) -> None:
+    draw = np.random.default_rng(seed)
+    workers = int(draw.integers(3, 9))
+    worker = int(draw.integers(workers))
+    for computes, meets in ((False, False), (False, True), (True, False)):  # its messages come late either way
+        delays = {(worker, Part.BACKWARD): 0.03} if computes else {}
+        link = Simulated(workers, 80, seed, delays=delays, since=20, link=(worker, 0.03), meets_after_update=meets)
+        found = found_in(tmp_path / f"{computes} {meets}", link)
+        assert found is not None
+        part = Part.BACKWARD if computes else Part.EXCHANGE
+        assert (found.worker, found.by_link, found.part) == (worker, not computes, part), str(found)
+        assert abs(found.since - 20) <= 3, str(found)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_worker_that_is_late_now_and_then_is_named(seed: int, tmp_path: Path) -> None:
+    draw = np.random.default_rng(seed)
+    workers = int(draw.integers(2, 9))
+    worker = int(draw.integers(workers))
+    for meets in (False, True):
+        simulated = Simulated(
+            workers, 400, seed, delays={(worker, Part.BACKWARD): 0.2}, every=10, meets_after_update=meets
+        )
+        found = found_in(tmp_path / str(meets), simulated)
+        assert found is not None
+        assert (found.worker, found.part) == (worker, Part.BACKWARD), str(found)
+        assert found.times is not None
+        assert 20 <= found.times <= 60
+        assert 0.15 < found.late_s < 0.25
+
+
+@pytest.mark.parametrize("seed", SEEDS[:5])
+def test_long_steps_of_any_worker_are_nobodys(seed: int, tmp_path: Path) -> None:
+    """A disk or a switch that makes all of them late now and then, one after another."""
+    delays = {(worker, Part.DATA): 0.2 for worker in range(3)}
+    simulated = Simulated(3, 400, seed, delays=delays, every=10)
+    assert found_in(tmp_path, simulated) is None
 
 
 @pytest.mark.parametrize("seed", SEEDS[:5])
@@ -92,4 +147,13 @@ def test_the_words(tmp_path: Path) -> None:
     assert str(found) == (
         "worker 1 is late: data takes it longer than the others, who wait for it 33.3 ms a step since step 21 "
         "(1.53 s in all, 46% of the time)"
+    )
+    link = replace(found, part=Part.EXCHANGE, by_link=True)
+    assert str(link) == (
+        "the link of worker 1 is slow: the others wait 33.3 ms a step longer for its messages than for those of the "
+        "rest since step 21 (1.53 s in all, 46% of the time)"
+    )
+    assert str(replace(found, part=Part.BACKWARD, times=5)) == (
+        "worker 1 is late now and then: in 5 of the 43 steps since step 21 backward takes it 33.3 ms longer than the "
+        "others, who wait for it (1.53 s in all, 46% of the time)"
     )

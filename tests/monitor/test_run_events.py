@@ -37,6 +37,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         assert np.allclose(steps["arrived"], [record.arrived + offset for record in simulated.own[worker]], atol=1e-5)
 
 
+def test_the_first_step_counts_though_another_worker_was_slower_to_make_its_file(tmp_path: Path) -> None:
+    with_header(file_of(Simulated(2, 20).write(tmp_path), 1), clock=1000.02)  # step 1 goes from 1000.0 to 1000.05
+    run = read_run(tmp_path)
+    assert [len(steps) for steps in run.workers.values()] == [20, 20]
+
+
 @pytest.mark.parametrize("kept", [0, 1, 40, 200, 200 + RECORD_BYTES // 2])
 def test_a_file_that_was_cut_is_left_out_or_ends_with_its_last_whole_record(kept: int, tmp_path: Path) -> None:
     path = file_of(Simulated(2, 20).write(tmp_path), 1)
@@ -72,6 +78,10 @@ def test_every_length_of_a_file_can_be_read(tmp_path: Path) -> None:
     [
         (lambda folder: folder.joinpath("nowhere"), "there is no such run"),
         (lambda folder: folder.joinpath("empty").mkdir() or folder / "empty", "has no events"),
+        (
+            lambda folder: folder.joinpath("runs/a/events").mkdir(parents=True) or folder / "runs",
+            "runs/a has some: runs",
+        ),
         (lambda folder: (file_of(folder, 0).write_bytes(b"") and None) or folder, "it is empty"),
         (lambda folder: file_of(folder, 0).write_bytes(b"{}\n") and folder, "no header of paceline's events"),
         (lambda folder: file_of(folder, 0).write_bytes(b"\xff\n") and folder, "not UTF-8"),

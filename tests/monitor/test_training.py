@@ -17,6 +17,7 @@ import paceline
 from paceline.monitor.attribution import join, straggler
 from paceline.monitor.events import Part
 from paceline.monitor.run_events import RunEvents, read_run
+from paceline.strategies.server.parameter_server import ParameterServer
 from paceline.world.world import World
 from tests.faults.elastic_jobs import STEPS as STEPS_OF_JOB
 from tests.faults.elastic_jobs import check_unharmed, run_elastic
@@ -40,13 +41,22 @@ class Points(Dataset[Any]):
 
 
 def train(
-    world: World, *, folder: str, slow: int = 0, part: str = "", lanes: int | None = None, writes: bool = True
+    world: World,
+    *,
+    folder: str,
+    slow: int = 0,
+    part: str = "",
+    lanes: int | None = None,
+    writes: bool = True,
+    strategy: Any = "ddp",
+    backend: str | None = None,
 ) -> dict[str, Any]:
     def delays(here: str) -> float:
         return DELAY_S if world.rank == slow and part == here else 0.0
 
     threads = threading.active_count()
-    with paceline.Engine(world=world, project_dir=folder, seed=1, lanes=lanes) as engine:
+    options: Any = {"lanes": lanes, "strategy": strategy} | ({} if backend is None else {"backend": backend})
+    with paceline.Engine(world=world, project_dir=folder, seed=1, **options) as engine:
         model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
         model.register_forward_hook(lambda *_: time.sleep(delays("forward")))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -87,6 +97,21 @@ def test_the_worker_that_is_late_is_named_with_the_part_of_the_step(slow: int, p
     assert found.late_s > 0.5 * DELAY_S
     assert run.has_ended
     assert [one["threads"] for one in results] == [0, 0, 0]
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    [("zero1", None), ("zero2", "gloo"), ("zero3", None), ("fsdp", None), ("fsdp", "gloo"), ("parameter_server", None)],
+)
+def test_a_slow_update_is_named_where_workers_wait_for_each_other_after_it(
+    strategy: str, backend: str | None, tmp_path: Path
+) -> None:
+    chosen: Any = ParameterServer(mode="aggregate") if strategy == "parameter_server" else strategy
+    run, _ = train_on(3, tmp_path, slow=1, part="optimizer", strategy=chosen, backend=backend)
+    found = straggler(join(run))
+    assert found is not None, {worker: steps["parts"].mean(axis=0) for worker, steps in run.workers.items()}
+    assert (found.worker, found.part) == (1, Part.OPTIMIZER), str(found)
 
 
 @pytest.mark.workers

@@ -40,6 +40,7 @@ VERBS = {
     "verify": "paceline.cli.verify",
     "top": "paceline.cli.top",
     "trace": "paceline.cli.trace",
+    "monitor": "paceline.cli.monitor",
 }
 
 LONGEST_PATH = 200

@@ -7,12 +7,24 @@
 A worker is a straggler if it is last in so many of the recent steps that chance does not explain it (a sign test), and
 its median lateness is worth a line. The part is the one that takes it longest over the others' median, whose time is
 charged where it is spent between two votes: update and the script's own time of the step before, then data, forward
-and backward of this one.
+and backward of this one. The looks, of which the first that finds something counts:
+
+| look         | a worker is named if                                              | as where                          |
+|--------------|-------------------------------------------------------------------|-----------------------------------|
+| link         | most of the others wait longest for its messages, though it       | its network is slow               |
+|              | computes no longer than they do                                   |                                   |
+| arrival      | it comes last to the vote                                         | a part takes long under ddp       |
+| computing    | it computes longest between two votes, however long it waits      | the update of zero and fsdp, at   |
+|              |                                                                   | whose end all wait for each other |
+| now and then | most of the steps that are long because of one worker are so      | every tenth step is long          |
+|              | because of this one                                               |                                   |
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,11 +38,21 @@ FEWEST = 14
 """Steps: with fewer of them not even a worker that is always last is told from chance."""
 SIGNIFICANCE = 3.5
 """Standard deviations of a fair coin, which is what the lateness of one of two equal workers is."""
+RARE, RARE_SHARES, RARE_S = 400, (0.25, 1.0, 3.0), 5e-3
+"""For lateness now and then: so many steps are looked at, for those that are longer by so much of a step; by more where
+others are late as well, but not by so much."""
+RARE_CHANCE = 1e-6
+"""At most, that equal workers would be late so unequally: it is asked again and again while a job runs."""
+EXPLAINED = 0.5
+"""Of what is waited for a worker's messages: if it computes so much longer than the others, that is the cause."""
+STILL, STILL_TIMES = 60, 6
+"""Steps: what has not happened for so long, and for so many times its usual distance, is over."""
 LEAST_SHARE = 0.03
 LEAST_S = 1e-3
 """Of a step: less is not worth a line."""
 
 BEFORE_VOTE = (Part.DATA, Part.FORWARD, Part.BACKWARD)
+COMPUTING = (Part.DATA, Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER, Part.CHECKPOINT, Part.OTHER)
 AFTER_VOTE = (Part.EXCHANGE, Part.OPTIMIZER, Part.CHECKPOINT, Part.RECOVERY, Part.OTHER)
 IN_WORDS = {
     Part.DATA: "data",
@@ -54,6 +76,8 @@ class Joined:
     steps: npt.NDArray[Any]
     arrived: Floats
     parts: Floats
+    peers: npt.NDArray[np.int64] | None = None  # whose messages each waited for longest: an index of `workers`, or -1
+    peer_s: Floats | None = None  # and how much longer than for the others'
 
     @property
     def seconds(self) -> Floats:
@@ -66,19 +90,39 @@ class Joined:
         behind = self.arrived.max(axis=0, initial=0.0) - self.arrived
         return np.asarray(np.minimum(behind, self.parts[:, :, Part.VOTE]))
 
-    def late_s(self, worker: int) -> Floats:
-        """By how much the worker (an index) came after the last of the others; below 0: it did not."""
-        others = np.delete(self.arrived, worker, axis=0)
-        return np.asarray(self.arrived[worker] - others.max(axis=0))
+    @cached_property
+    def late_s(self) -> Floats:
+        """By how much a worker came after the last of the others; below 0: it did not."""
+        return _behind(self.arrived)
 
-    def excess(self, worker: int) -> Floats:
-        """(part, step): how much longer than the others' median each part took, of the time between two votes."""
+    @cached_property
+    def between_votes(self) -> Floats:
+        """`parts` of the time from the vote of the step before to this one's."""
         own = self.parts.copy()
         for part in AFTER_VOTE:  # of a step delays the next one's vote
             own[:, 1:, part] = self.parts[:, :-1, part]
             own[:, 0, part] = np.nan
+        return own
+
+    @cached_property
+    def computing(self) -> Floats:
+        """Seconds between two votes that a worker did not wait for others."""
+        return np.asarray(np.nan_to_num(self.between_votes[:, :, COMPUTING]).sum(axis=2))
+
+    @cached_property
+    def longer_s(self) -> Floats:
+        """By how much a worker computed longer than the longest of the others; below 0: it did not."""
+        return _behind(self.computing)
+
+    def excess(self, worker: int) -> Floats:
+        """(part, step): how much longer each part took the worker (an index) than the others' median, between votes."""
+        own = self.between_votes
         others = np.delete(own, worker, axis=0)
         return np.asarray((own[worker] - np.median(others, axis=0)).T)
+
+    def last(self, count: int) -> Joined:
+        """Without whom they waited for."""
+        return Joined(self.workers, self.steps[-count:], self.arrived[:, -count:], self.parts[:, -count:])
 
 
 @dataclass(frozen=True)
@@ -92,8 +136,22 @@ class Straggler:
     cost_s: float  # since
     since: int  # step
     until: int
+    by_link: bool = False
+    times: int | None = None  # it is late now and then: in so many steps since, by `late_s` in each
 
     def __str__(self) -> str:
+        if self.by_link:
+            return (
+                f"the link of worker {self.worker} is slow: the others wait {_seconds(self.late_s)} a step longer for "
+                f"its messages than for those of the rest since step {self.since:,} "
+                f"({_seconds(self.cost_s)} in all, {self.share:.0%} of the time)"
+            )
+        if self.times is not None:
+            return (
+                f"worker {self.worker} is late now and then: in {self.times} of the {self.until - self.since + 1} "
+                f"steps since step {self.since:,} {IN_WORDS[self.part]} takes it {_seconds(self.late_s)} longer than "
+                f"the others, who wait for it ({_seconds(self.cost_s)} in all, {self.share:.0%} of the time)"
+            )
         return (
             f"worker {self.worker} is late: {IN_WORDS[self.part]} takes it longer than the others, who wait for it "
             f"{_seconds(self.late_s)} a step since step {self.since:,} "
@@ -118,11 +176,16 @@ def join(run: RunEvents, recent: int | None = None) -> Joined:
     if not rows:
         none = np.zeros((0, 0))
         return Joined((), numbers, none, np.zeros((0, 0, len(Part))))
+    place_of = np.full(1 << 16, -1, dtype=np.int64)  # a rank is a u2, and for a generation the same
+    for place, row in enumerate(rows):
+        place_of[row["rank"]] = place
     return Joined(
         tuple(active),
         numbers,
         np.stack([row["arrived"] for row in rows]),
         np.stack([row["parts"].astype(np.float64) for row in rows]),
+        np.stack([place_of[row["peer"]] for row in rows]),
+        np.stack([row["peer_s"].astype(np.float64) for row in rows]),
     )
 
 
@@ -133,33 +196,107 @@ def _of_generation(steps: Records, generation: int, recent: int | None) -> Recor
 
 def straggler(joined: Joined, recent: int = RECENT) -> Straggler | None:
     """Which worker the others wait for, as the last `recent` steps show it; None: none stands out."""
-    count = min(len(joined.steps), recent)
-    if len(joined.workers) < 2 or count < FEWEST:
+    if len(joined.workers) < 2 or min(len(joined.steps), recent) < FEWEST:
         return None
-    step_s = float(np.median(joined.seconds[:, -count:]))
-    least = max(LEAST_SHARE * step_s, LEAST_S)
-    last = np.argmax(joined.arrived[:, -count:], axis=0)
-    worker = int(np.bincount(last).argmax())
-    times_last = int((last == worker).sum())
-    late = joined.late_s(worker)
-    by_chance = (times_last - count / 2) / (count / 4) ** 0.5
-    if by_chance < SIGNIFICANCE or float(np.median(late[-count:])) < least:
-        return None
-    part = Part(int(np.nanargmax(np.nan_to_num(np.nanmedian(_own(joined, worker, count), axis=1), nan=-np.inf))))
-    begin = _since(late >= least)
-    cost = float(np.clip(late[begin:], 0, None).sum())
-    total = float(np.median(joined.seconds[:, begin:], axis=0).sum())
-    since = joined.steps[begin:]
-    return Straggler(
-        joined.workers[worker], part, float(np.median(late[begin:])), cost / total, cost, int(since[0]), int(since[-1])
+    return (
+        _slow_link(joined, recent)
+        or _steady(joined, recent, joined.late_s)
+        or _steady(joined, recent, joined.longer_s)
+        or next(filter(None, (_now_and_then(joined.last(RARE), share) for share in RARE_SHARES)), None)
     )
 
 
-def _own(joined: Joined, worker: int, count: int) -> Floats:
-    """What of a part's excess could make the worker late: not its own waiting for others."""
-    excess = joined.excess(worker)[:, -count:].copy()
+def _steady(joined: Joined, recent: int, late: Floats) -> Straggler | None:
+    """One that is behind the others in most steps; `late` by (worker, step)."""
+    count = min(len(joined.steps), recent)
+    least = _least(joined, count)
+    worker = _most_often(late[:, -count:] > 0)
+    if worker is None or float(np.median(late[worker, -count:])) < least:
+        return None
+    part = _part(joined, worker, slice(-count, None))
+    return _told(joined, worker, part, late[worker], _since(late[worker] >= least))
+
+
+def _slow_link(joined: Joined, recent: int) -> Straggler | None:
+    """One whose messages the others wait for, though it computes no longer than they do."""
+    if joined.peers is None or joined.peer_s is None or len(joined.workers) < 3:
+        return None
+    count = min(len(joined.steps), recent)
+    least = _least(joined, count)
+    others = len(joined.workers) - 1
+    named_by = np.where(joined.peer_s >= least, joined.peers, -1)
+    is_named = np.stack([(named_by == place).sum(axis=0) > others / 2 for place in range(others + 1)])
+    worker = _most_often(is_named[:, -count:])
+    if worker is None:
+        return None
+    waits = np.where(is_named[worker], np.median(np.delete(joined.peer_s, worker, axis=0), axis=0), 0.0)
+    typical = float(np.median(waits[-count:]))
+    if typical < least or float(np.median(joined.longer_s[worker, -count:])) > EXPLAINED * typical:
+        return None
+    found = _told(joined, worker, Part.EXCHANGE, waits, _since(is_named[worker]))
+    return replace(found, by_link=True)
+
+
+def _now_and_then(joined: Joined, share: float) -> Straggler | None:
+    """One of whose making most of the steps are that are long because of one worker."""
+    least = max(share * float(np.median(joined.seconds)), RARE_S)
+    late = np.maximum(joined.late_s, joined.longer_s)
+    is_late = late >= least
+    times = is_late.sum(axis=1)
+    worker = int(times.argmax())
+    workers = len(joined.workers)
+    chance = workers * _at_least(int(times[worker]), int(times.sum()), 1 / workers)
+    where = np.flatnonzero(is_late[worker])
+    if chance > RARE_CHANCE or not len(where):
+        return None
+    still = max(STILL, STILL_TIMES * len(joined.steps) / len(where))
+    if len(joined.steps) - 1 - where[-1] > still:
+        return None
+    begin = int(where[0])
+    found = _told(joined, worker, _part(joined, worker, where), np.where(is_late[worker], late[worker], 0.0), begin)
+    if found.share < LEAST_SHARE:
+        return None
+    return replace(found, late_s=float(np.median(late[worker][where])), times=len(where))
+
+
+def _told(joined: Joined, worker: int, part: Part, late: Floats, begin: int) -> Straggler:
+    cost = float(np.clip(late[begin:], 0, None).sum())
+    total = float(np.median(joined.seconds[:, begin:], axis=0).sum())
+    since = joined.steps[begin:]
+    late_s = float(np.median(late[begin:]))
+    return Straggler(joined.workers[worker], part, late_s, cost / total, cost, int(since[0]), int(since[-1]))
+
+
+def _behind(times: Floats) -> Floats:
+    """Of (worker, step): each less the largest of the others."""
+    largest, second = times.argmax(axis=0), np.partition(times, -2, axis=0)[-2]
+    of_others = np.broadcast_to(times.max(axis=0), times.shape).copy()
+    of_others[largest, np.arange(times.shape[1])] = second
+    return np.asarray(times - of_others)
+
+
+def _least(joined: Joined, count: int) -> float:
+    return max(LEAST_SHARE * float(np.median(joined.seconds[:, -count:])), LEAST_S)
+
+
+def _most_often(is_it: npt.NDArray[np.bool_]) -> int | None:
+    """Of (worker, step): who it is more often than a fair coin explains."""
+    times, count = is_it.sum(axis=1), is_it.shape[1]
+    worker = int(times.argmax())
+    by_chance = (int(times[worker]) - count / 2) / (count / 4) ** 0.5
+    return worker if by_chance >= SIGNIFICANCE else None
+
+
+def _at_least(times: int, of: int, chance: float) -> float:
+    """The chance of so many hits or more in so many draws."""
+    return math.fsum(math.comb(of, hits) * chance**hits * (1 - chance) ** (of - hits) for hits in range(times, of + 1))
+
+
+def _part(joined: Joined, worker: int, steps: slice | npt.NDArray[np.int64]) -> Part:
+    """What takes the worker longer than the others in these steps, but its own waiting for them."""
+    excess = joined.excess(worker)[:, steps].copy()
     excess[Part.VOTE] = -np.inf
-    return excess
+    return Part(int(np.nanargmax(np.nan_to_num(np.nanmedian(excess, axis=1), nan=-np.inf))))
 
 
 def _since(is_late: npt.NDArray[np.bool_]) -> int:

@@ -7,8 +7,10 @@
     └──────────────────────────────────────┴───────────────────────────────────────────┘
 
 A step's time is cut by marks of one monotonic clock: at every moment exactly one `Part` runs, so the parts add up to
-the wall time. `arrived` and `voted` are the two ends of the step's vote, an all-gather: from `arrived` on a worker
-waits for the others, and `voted` is the same moment everywhere, up to the latency: it aligns the clocks of hosts.
+the wall time. What a part waits for other workers (an all-gather of fsdp in forward, of zero in the update) is taken
+out of it and is communication. `arrived` and `voted` are the two ends of the step's vote, an all-gather: from `arrived`
+on a worker waits for the others, and `voted` is the same moment everywhere, up to the latency: it aligns the clocks of
+hosts.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Part(enum.IntEnum):
     DATA = 0  # the loop waits for an item, and copies it to the device
     FORWARD = 1  # from there to `engine.backward`
     BACKWARD = 2
-    EXCHANGE = 3  # communication that no computing hides: after backward, but for the vote
+    EXCHANGE = 3  # communication that no computing hides: after backward and in any other part, but for the vote
     VOTE = 4  # likewise, in the step's vote: waiting for the worker that comes last
     OPTIMIZER = 5  # clipping, commit, update
     CHECKPOINT = 6  # what of saving the loop waits for
@@ -53,13 +55,15 @@ class StepRecord(NamedTuple):
     voted: float
     parts: tuple[float, ...]
     hidden_s: float  # how much of backward ran while buckets were on their way
+    peer: int = 0  # whose messages were waited for longest, by rank
+    peer_s: float = 0.0  # and how much longer than for the median of the others
 
 
 _HEAD = struct.Struct("<BxHIQd")
-_STEP = struct.Struct(f"<dd{len(Part)}ffff")
+_STEP = struct.Struct(f"<dd{len(Part)}ffffHxxf")
 _TEXT_BYTES = 72
 RECORD_BYTES = _HEAD.size + _TEXT_BYTES
-assert _STEP.size <= _TEXT_BYTES
+assert _STEP.size == _TEXT_BYTES
 
 DTYPE = [
     ("kind", "u1"),
@@ -74,7 +78,9 @@ DTYPE = [
     ("hidden_s", "<f4"),
     ("memory", "<f4"),
     ("device_memory", "<f4"),
-    ("_rest", f"V{_TEXT_BYTES - _STEP.size}"),
+    ("peer", "<u2"),
+    ("_also", "<u2"),
+    ("peer_s", "<f4"),
 ]
 """Of a record, for numpy: a file is read at once."""
 
@@ -82,8 +88,8 @@ DTYPE = [
 def pack_step(record: StepRecord, memory: float, device_memory: float) -> bytes:
     """`memory` and `device_memory` in bytes."""
     head = _HEAD.pack(Kind.STEP, record.rank, record.generation, record.step, record.began)
-    rest = _STEP.pack(record.arrived, record.voted, *record.parts, record.hidden_s, memory, device_memory)
-    return head + rest.ljust(_TEXT_BYTES, b"\0")
+    times = record.arrived, record.voted, *record.parts, record.hidden_s
+    return head + _STEP.pack(*times, memory, device_memory, record.peer, record.peer_s)
 
 
 def pack_note(kind: Kind, rank: int, generation: int, step: int, at: float, text: str) -> bytes:

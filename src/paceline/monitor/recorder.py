@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,11 +45,21 @@ class Membership(Protocol):
         ...
 
 
+class Messages(Protocol):
+    @property
+    def waits(self) -> dict[int, float]:
+        """By rank: the seconds that messages from it were waited for, so far."""
+        ...
+
+
 class Workers(Protocol):
     """Those that this one is with, as far as a record names them."""
 
     world: World
     after_step: list[Callable[[], None]]
+
+    @property
+    def comm(self) -> Messages: ...
 
     @property
     def generation(self) -> int | None: ...
@@ -137,6 +148,7 @@ class Recorder:
         """`training` gives the `TrainStep`, whose `step` and `timing` are read."""
         self._file, self._workers, self._training = file, workers, training
         self._generation: int | None = workers.generation
+        self._waits: Mapping[int, float] = workers.comm.waits
         workers.after_step.append(self._step_counts)
 
     def _step_counts(self) -> None:
@@ -156,8 +168,19 @@ class Recorder:
                 timing.voted,
                 tuple(timing.parts),
                 timing.hidden_s,
+                *self._slow_peer(),
             )
         )
+
+    def _slow_peer(self) -> tuple[int, float]:
+        """Whose messages this worker has waited for longest in the step, and how much longer than for the others'."""
+        before, self._waits = self._waits, self._workers.comm.waits
+        spent = {rank: seconds - before.get(rank, 0.0) for rank, seconds in self._waits.items()}
+        if len(spent) < 2:  # of two workers none can be told from the link between them
+            return 0, 0.0
+        peer = max(spent, key=lambda rank: spent[rank])
+        others = statistics.median(seconds for rank, seconds in spent.items() if rank != peer)
+        return peer, max(0.0, spent[peer] - others)
 
     def _note(self, kind: Kind, step: int, text: str) -> None:
         rank = self._workers.world.rank

@@ -113,8 +113,13 @@ def _files_of(folder: Path, recent: int | None) -> tuple[list[WorkerFile], list[
         raise DataError(f"{named}: there is no such run; name the folder that holds its metrics.jsonl")
     paths = sorted(path for path in folder.glob(f"{FOLDER}/worker-*") if _NAME.fullmatch(path.name))
     if not paths:
+        below = sorted(one.parent for one in folder.glob(f"*/{FOLDER}") if one.is_dir())
+        those = (
+            f"; {', '.join(one_line(str(one), 80) for one in below[:3])} {'has' if len(below) == 1 else 'have'} some"
+        )
         raise DataError(
-            f"{named} has no events: runs write them to {FOLDER}/ from the Trainer, or after engine.init_trackers()"
+            f"{named} has no events{those if below else ''}: runs write them to {FOLDER}/ from the Trainer, or after "
+            "engine.init_trackers()"
         )
     files, problems = [], []
     for path in paths:
@@ -174,11 +179,15 @@ def _notes_of(files: Sequence[WorkerFile]) -> list[Note]:
 
 def _supersede(workers: dict[int, Records], file: WorkerFile) -> None:
     """A job begins again at some step: what workers did beyond it before that moment no longer counts."""
-    if file.header.get("joins"):
+    if file.header.get("joins") or file.path.suffix == ".0":  # the first file of slot 0 is the first run's
         return
     first = int(file.header.get("step", 0))
     for worker, steps in workers.items():
-        workers[worker] = steps[(steps["step"] <= first) | (steps["began"] > file.began)]
+        early = steps[: int(np.searchsorted(steps["began"], file.began, side="right"))]
+        # A step that goes on when the file is made is one of the same job, whose other workers were quicker to begin.
+        counts = (early["step"] <= first) | (early["began"] + early["parts"].sum(axis=1) > file.began)
+        if not counts.all():
+            workers[worker] = np.concatenate([early[counts], steps[len(early) :]])
 
 
 def _joined(before: Records, after: Records) -> Records:

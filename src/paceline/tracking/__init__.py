@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.tracking.json_lines import JsonLines
+from paceline.tracking.json_lines import JsonLines, rows
 from paceline.tracking.kubeflow import Kubeflow
 from paceline.tracking.mlflow import MLflow
 from paceline.tracking.prometheus import Prometheus
@@ -27,6 +27,8 @@ from paceline.tracking.tensorboard import TensorBoard
 from paceline.tracking.wandb import WeightsAndBiases
 from paceline.world import messages
 from paceline.world.environment import kubeflow_server
+
+__all__ = ["Reporter", "Reporters", "RunInfo", "choose", "rows"]
 
 
 @dataclass(frozen=True)

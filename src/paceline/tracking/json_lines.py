@@ -97,6 +97,17 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return counting
 
 
+def events(path: Path) -> list[dict[str, Any]]:
+    """The lines that are no values, of the run that began last: its start with its config, resumes, takeovers, ends."""
+    found: list[dict[str, Any]] = []
+    for line in _lines(path):
+        if line.get("event") == "start":
+            found = []
+        if "event" in line:
+            found.append(line)
+    return found
+
+
 class WrittenByAnother:
     """The worker that reports is lost, and this one takes over: what the file lacks, and what it has already.
 

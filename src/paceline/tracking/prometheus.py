@@ -84,7 +84,11 @@ class Prometheus:
     def _set(self, name: str, value: float) -> None:
         from prometheus_client import Gauge
 
-        name = "paceline_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+        name = metric_name(name)
         if name not in self._gauges:
             self._gauges[name] = Gauge(name, f"latest {name}", ["run"], registry=self._registry)
         self._gauges[name].labels(self._run).set(value)
+
+
+def metric_name(name: str) -> str:
+    return "paceline_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)

@@ -37,6 +37,8 @@ class RunInfo:
 
 
 class Reporter(Protocol):
+    """Where metrics go: started by the main process, told each logged step, closed at the end."""
+
     name: str
 
     def start(self, run: RunInfo) -> None: ...
