@@ -30,7 +30,7 @@ from paceline.data.audit import Report, audit
 from paceline.elastic.decisions import Commit
 from paceline.elastic.random_faults import HurtJob
 from paceline.elastic.step_log import read_step_log
-from paceline.launch.worker_main import STACK_SIGNAL
+from paceline.launch.worker_main import ALL_STACKS_SIGNAL
 from tests.workers import _CONTEXT
 
 SCRIPT = Path(__file__).with_name("training.py")
@@ -121,8 +121,8 @@ class RunningJob:
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         while not condition():
-            assert self._process.is_alive(), f"the job ended before {what}:\n{self._printed()}"
-            assert time.monotonic() < self._deadline, f"waited in vain until {what}:\n{self._printed()}"
+            assert self._process.is_alive(), f"the job ended before {what}:\n{self.printed()}"
+            assert time.monotonic() < self._deadline, f"waited in vain until {what}:\n{self.printed()}"
             time.sleep(0.01)
 
     def finish(self) -> Job:
@@ -155,11 +155,11 @@ class RunningJob:
     def _with_stacks(self) -> str:
         """What was printed, and where the workers are now."""
         for pid in HurtJob(self.supervisor, self.folder / LEDGER).processes():
-            os.kill(pid, STACK_SIGNAL)
+            os.kill(pid, ALL_STACKS_SIGNAL)
         time.sleep(STACKS_S)
-        return self._printed()
+        return self.printed()
 
-    def _printed(self) -> str:
+    def printed(self) -> str:
         return "".join(path.read_text() for name in ("out.txt", "err.txt") if (path := self.folder / name).exists())
 
 

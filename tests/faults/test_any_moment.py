@@ -21,7 +21,7 @@ from tests.faults.elastic_jobs import WORKERS, check_unharmed, run_elastic
 from tests.faults.training import LANES, ROWS
 from tests.smoke import first_of_each
 
-pytestmark = pytest.mark.job
+pytestmark = [pytest.mark.job, pytest.mark.beside]
 
 PHASES = (
     "data", "forward", "backward", "bucket", "exchange", "ready",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.elastic_jobs import check_unharmed, run_elastic
 
-pytestmark = pytest.mark.job
+pytestmark = [pytest.mark.job, pytest.mark.beside]
 
 PHASES = ("forward", "bucket", "exchange", "ready", "after_commit", "apply")
 CASES = [

@@ -154,6 +154,7 @@ def test_what_a_lost_host_alone_had_is_begun_anew_by_the_others_and_it_may_come_
     with first as near, another(1, "middle") as middle, another(2, "last") as last:
         near.wait_until(lambda: len(near.committed) >= 2, "two steps are done")
         middle.signal(signal.SIGKILL)
+        near.wait_until(lambda: "start anew" in near.printed(), "the others begin anew")  # or the host would with them
         with another(1, "again") as back:
             near.wait_until(lambda: stand_at_the_loop(back, 1), "its worker is there")
             for host in (near, last, back):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.jobs import Job, run_job
 
-pytestmark = pytest.mark.job
+pytestmark = [pytest.mark.job, pytest.mark.beside]
 
 SCRIPT = Path(__file__).with_name("gan_script.py")
 

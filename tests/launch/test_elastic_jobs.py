@@ -16,7 +16,7 @@ import pytest
 from paceline.elastic.decisions import Rules
 from paceline.elastic.step_log import read_step_log
 from paceline.errors import WorldError
-from paceline.launch import elastic_job
+from paceline.launch import coordinator, elastic_job
 from paceline.launch.agents import Members, RemoteAgent, carry_out
 from paceline.launch.control import Body, ControlServer, KeyValueStore
 from paceline.launch.coordinator import Coordinator
@@ -26,7 +26,7 @@ from paceline.launch.rendezvous import HostAssignment
 from paceline.world.control import ControlClient
 from paceline.world.world import LaunchSettings
 from tests.launch.launching import Launch, alive, wait_until, wait_until_gone
-from tests.launch.test_launched_jobs import free_port
+from tests.workers import free_port
 
 Start = Callable[..., Launch]
 
@@ -44,6 +44,9 @@ class NotedAgent:
 
     def fence(self, rank: int) -> None:
         self.done.append(("fence", rank))
+
+    def show_stack(self, rank: int) -> None:
+        self.done.append(("show_stack", rank))
 
     def start(self, rank: int, incarnation: int, members: Members) -> None:
         self.done.append(("start", rank, incarnation, *([members] if members else [])))
@@ -115,6 +118,36 @@ def test_a_death_is_told_to_the_others_at_once_and_its_slot_given_again() -> Non
             job.tell(slot, "leave", loop=1)
             job.coordinator.exited(slot, 0)
         assert job.coordinator.outcome.result().code == 0
+        await job.coordinator.close()
+
+    within(story)
+
+
+@pytest.mark.parametrize("died", ["before", "after", "never"])
+def test_a_wait_that_a_death_has_ended_is_no_hang_of_the_replacement(
+    died: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`died` before the failed wait was told, or after it."""
+    monkeypatch.setattr(coordinator, "LAST_TO_COME_S", 0.1)
+    monkeypatch.setattr(coordinator, "STACKS_SHOWN_S", 0.0)
+
+    async def story() -> None:
+        job = Job(2)
+        job.step(1, 1, [0, 1])
+        if died == "before":
+            job.coordinator.exited(1, -signal.SIGKILL)
+        told = {"call": "the training loop", "place": "train.py:9", "doing": "in the vote of step 2", "generation": 1}
+        text = "Application timeout caused pair closure"
+        job.coordinator.report(0, "wait_failed", {**told, "text": text, "seconds": 0.1})
+        if died == "after":
+            job.coordinator.exited(1, -signal.SIGKILL)
+        if died != "never":
+            job.coordinator.started(1, 201)
+            job.tell(1, "join", loop=1, facts=FACTS)
+            job.step(2, 2, [0])
+        await asyncio.sleep(0.3)
+        assert any("hang" in line for line in job.said) == (died == "never")
+        assert (("fence", 1) in job.agent.done) == (died == "never")
         await job.coordinator.close()
 
     within(story)

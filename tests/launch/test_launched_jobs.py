@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.launch.launching import QUICK, Launch, alive, wait_until, wait_until_gone
+from tests.workers import free_port
 
 pytestmark = pytest.mark.job
 
@@ -311,12 +312,6 @@ def test_neither_help_nor_the_supervisor_imports_torch() -> None:
 
 
 # ---- several hosts: two supervisors on loopback ------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 MEETS_THE_OTHERS = """

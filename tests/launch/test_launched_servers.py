@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.launch.launching import Launch
-from tests.launch.test_launched_jobs import free_port
+from tests.workers import free_port
 
 pytestmark = pytest.mark.job
 

@@ -94,3 +94,18 @@ def test_the_call_is_named_as_the_script_writes_it(monkeypatch: pytest.MonkeyPat
     exec(script, {"engine": Engine(), "look": look})
     assert found == [("engine.barrier()", "train.py:3")]
     assert waiting_call(None) == ("a call", "")
+
+
+def test_a_wait_that_fails_is_told_at_once_with_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    watch = WaitWatch(heard, "worker 0", generation=lambda: 3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError), Waiting(doing="in the vote of step 7"):
+        raise RuntimeError("Timed out waiting 2000ms\nand more")
+    watch.close()
+    with pytest.raises(RuntimeError), Waiting():
+        raise RuntimeError("nobody listens any more")
+    ((kind, told),) = heard.words
+    assert (kind, told["doing"], told["text"]) == ("wait_failed", "in the vote of step 7", "Timed out waiting 2000ms")
+    assert told["generation"] == 3
+    assert not waiting._noted
+    assert not waiting._watches

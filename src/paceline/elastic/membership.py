@@ -283,6 +283,13 @@ class Membership:
             self._detector.complains(slot, f"{self.table[slot].name}: {why}", now)
         return []
 
+    def hung(self, slots: Sequence[int], how: str, now: float) -> list[Decision]:
+        """Members that are alive, and for which the others have waited in vain."""
+        if not self.running or self.over or self._leaving:
+            return []
+        late = [self.slots[slot] for slot in slots if self.slots[slot].standing is Standing.MEMBER]
+        return self._act_on(self._view.lost(late, how), now) if late else []
+
     def state_lost(self, slot: int, generation: int, why: str) -> list[Decision]:
         """A part of the state has gone with the only host that had it: as if no worker were left."""
         here = self.slots[slot].standing is Standing.MEMBER and generation == self.generation

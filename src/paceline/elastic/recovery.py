@@ -355,7 +355,7 @@ class Recovery(NoRecovery):
         joins = self.agent.slot in generation.joining
         if joins:
             fault_point("join", generation.step + 1)
-        # Teardown. What all have is named for joiners before that, while the strategies know where it is.
+        # Before teardown, collect the state that joining workers get: the strategies can still locate it.
         lays_out = bool(generation.joining) and not joins and parts.replicated
         laid_out = parts.tensors() if lays_out else {}
         parts.teardown(lost=not generation.includes(self.agent.now))

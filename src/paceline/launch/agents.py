@@ -46,6 +46,9 @@ class Agent(Protocol):
     def fence(self, rank: int) -> None:
         """SIGKILL, whatever state it is in; its exit is reported as any other."""
 
+    def show_stack(self, rank: int) -> None:
+        """Have it write the stacks of its threads, or say that it is stopped."""
+
     def start(self, rank: int, incarnation: int, members: Members) -> None:
         """Start a new process in a slot whose last one has ended."""
 
@@ -81,7 +84,7 @@ class Decider(Protocol):
 
 
 class LocalAgent:
-    """Acts on the processes of this host; `show_output` reads what a new one writes."""
+    """Acts on the processes of this host; `show_output` reads what a new one writes, `show_stack` where it is."""
 
     def __init__(
         self,
@@ -90,7 +93,9 @@ class LocalAgent:
         server: ControlServer,
         assignment: HostAssignment,
         memory: Path | None,
+        show_stack: Callable[[int], None],
     ) -> None:
+        self.show_stack = show_stack
         self._show_output, self._fork_server, self._server = show_output, fork_server, server
         self._assignment, self._memory = assignment, memory
 
@@ -171,6 +176,9 @@ class RemoteAgent:
     def fence(self, rank: int) -> None:
         self._link.send({"kind": "fence", "rank": rank})
 
+    def show_stack(self, rank: int) -> None:
+        self._link.send({"kind": "show_stack", "rank": rank})
+
     def start(self, rank: int, incarnation: int, members: Members) -> None:
         self._link.send({"kind": "start", "rank": rank, "incarnation": incarnation, "members": members})
 
@@ -185,6 +193,8 @@ def carry_out(agent: Agent, message: Body) -> bool:
             agent.push(message["ranks"], message["what"], message["body"])
         case "fence":
             agent.fence(message["rank"])
+        case "show_stack":
+            agent.show_stack(message["rank"])
         case "start":
             members = message["members"]
             among = None if members is None else [(slot, host) for slot, host in members]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from paceline.launch.exit_rules import (
 )
 from paceline.launch.failure_attribution import (
     RENDEZVOUS_FAILED,
+    FailedWait,
     MemoryReport,
     Outcome,
     Phase,
@@ -54,6 +55,7 @@ from paceline.launch.failure_attribution import (
     has_cause,
     numbers,
 )
+from paceline.launch.hangs import LAST_TO_COME_S, MOST_STACKS, STACKS_SHOWN_S, find_hang
 from paceline.launch.host_link import SealedLink
 from paceline.launch.rendezvous import HostAssignment, HostRendezvous, JoinedHost
 from paceline.world.terminal import ProgressLine, SummaryTable
@@ -77,6 +79,7 @@ class Coordinator:
         grace_s: float = GRACE_S,
         ledger: StepLog | None = None,
         rendezvous: HostRendezvous | None = None,
+        shows: Callable[[str], None] | None = None,
     ) -> None:
         workers = [Process(rank) for rank in range(assignment.size)]
         self.processes = workers + [Process(assignment.size + index, index) for index in range(assignment.servers)]
@@ -87,7 +90,7 @@ class Coordinator:
         self._grace_s = grace_s
         self._request: StopRequest | None = None
         self.keys = KeyValueStore()
-        self._show = show
+        self._show, self._shows = show, shows
         self.log = log
         self._warn = RateLimitedLog(log)
         self.remote_hosts = RemoteHosts(assignment, joined, self.clock)
@@ -95,6 +98,7 @@ class Coordinator:
         self._checkpoint: str | None = None
         self._failures = 0
         self._collecting = False
+        self._reporting_hang: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.job: FixedJob | ElasticJob = FixedJob()
@@ -152,10 +156,17 @@ class Coordinator:
                 process.waits = Waits(str(body["call"]), str(body["place"]), since)
             case "goes_on":
                 process.waits = None
+            case "wait_failed":
+                since = self.clock() - float(body["seconds"])
+                waits = Waits(str(body["call"]), str(body["place"]), since)
+                self._wait_failed(process, waits, str(body["doing"]), str(body["text"]), body.get("generation"))
             case "busy":
                 pass  # `heard_at` is what counts
             case "progress":
                 self._show(ProgressLine.from_message(body))
+            case "run":
+                if self._shows is not None:
+                    self._shows(str(body["folder"]))
             case "table":
                 self._show(SummaryTable.of(body["title"], body["rows"]))
             case _:
@@ -166,6 +177,8 @@ class Coordinator:
         process.heard_at = self.clock()
         if kind == "failed":
             process.raised = Raised.from_message(body)
+            if process.failed_wait is None and process.waits is not None:  # in a call of torch.distributed's
+                self._wait_failed(process, process.waits, "", process.raised.summary)
             if not self.job.raised(process):
                 self._failed(process)
             return {}
@@ -270,6 +283,8 @@ class Coordinator:
                 await asyncio.wait_for(self._news.wait(), patience)
             except TimeoutError:
                 continue
+        if self._reporting_hang is not None:
+            await self._reporting_hang
         self._collecting = False
         self._end_if_all_is_well()  # a worker may have left a moment before the others, and all ended well
         if self.outcome.done():
@@ -300,6 +315,29 @@ class Coordinator:
         while not self.outcome.done():
             now = self.clock()
             await self._act_on(check_waits(self.processes, self.policy, now, patience_s, reported, self.job.is_missed))
+
+    def _wait_failed(
+        self, process: Process, waits: Waits, doing: str, text: str, generation: int | None = None
+    ) -> None:
+        now = self.clock()
+        process.failed_wait = failed = FailedWait(waits, doing, now - waits.since, text, now, generation)
+        if failed.timed_out and self._reporting_hang is None and not self.policy.survive_worker_loss:
+            waited = {one.rank for one in self.processes if one.waits is not None} | {process.rank}
+            self._reporting_hang = self._spawn(self._report_hang(process, failed, waited))
+
+    async def _report_hang(self, process: Process, failed: FailedWait, waited: Set[int]) -> None:
+        await asyncio.sleep(LAST_TO_COME_S)
+        if self.is_over or self.job.has_ended(failed.generation):
+            self._reporting_hang = None
+            return
+        taking_part = [one for one in self.processes if self.job.takes_part(one.rank)]
+        hang = find_hang(taking_part, failed, waited, self.job.where_of(process))
+        self.announce(hang.line)
+        for one in hang.late[:MOST_STACKS]:
+            self.agent_of(one.rank).show_stack(one.rank)
+        await asyncio.sleep(STACKS_SHOWN_S)
+        self._reporting_hang = None
+        self.job.hung(hang.absent, f"has not come for {failed.seconds:.3g} s")
 
     async def _act_on(self, check: Check) -> None:
         for line in check.lines:
@@ -394,10 +432,11 @@ class Coordinator:
                 questions.add(task)
                 task.add_done_callback(questions.discard)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         """An error of our own in the background ends the job with it, instead of leaving all processes waiting."""

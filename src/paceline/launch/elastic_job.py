@@ -98,6 +98,18 @@ class FixedJob:
     def is_missed(self, process: Process) -> bool:
         return True
 
+    def takes_part(self, slot: int) -> bool:
+        return True
+
+    def has_ended(self, generation: int | None) -> bool:
+        return False
+
+    def where_of(self, process: Process) -> str:
+        return process.at_step
+
+    def hung(self, processes: Sequence[Process], how: str) -> None:
+        """The errors of those that waited end the job."""
+
     def can_lose(self, slots: Sequence[int]) -> bool:
         return False
 
@@ -122,6 +134,8 @@ class ElasticJob:
         self._starters: list[tuple[int, int]] | None = None
         self._shown: set[tuple[str, str]] = set()
         """Exceptions whose traceback was announced."""
+        self._ended_by_a_loss = 0
+        """The last generation that did, and with it all before it."""
         self._unfinished: list[Process] = []
         """Processes whose code failed after their loop, where no other worker does their work again."""
 
@@ -208,6 +222,22 @@ class ElasticJob:
     def is_missed(self, process: Process) -> bool:
         """It has ended, and the workers that are left have not regrouped since without it."""
         return self.membership.is_missed(process.rank)
+
+    def takes_part(self, slot: int) -> bool:
+        """Not a replacement that has yet to join."""
+        return slot in self.membership.members or not self.membership.running
+
+    def has_ended(self, generation: int | None) -> bool:
+        """For the loss of a worker: then a wait in it failed for that, whatever its error says."""
+        return generation is not None and generation <= self._ended_by_a_loss
+
+    def where_of(self, process: Process) -> str:
+        return f" {self.membership.where}" if self.membership.running else process.at_step
+
+    def hung(self, processes: Sequence[Process], how: str) -> None:
+        """The others have waited for them in vain, and go on without them."""
+        if not self._coordinator.is_over:
+            self._carry_out(self.membership.hung([one.rank for one in processes], how, self._coordinator.clock()))
 
     def raised(self, process: Process) -> bool:
         if self.is_leaving(process.rank):
@@ -351,8 +381,9 @@ class ElasticJob:
                 case Begin(loop, slots):
                     self._push(slots, "elastic.begin", {"loop": loop, "then": joined})
                 case Generation(number, slots):
-                    # Who only takes a joiner in stays in the generation before until the next step begins.
+                    # Where a worker only joins, the members stay in the generation before until the next step begins.
                     self._coordinator.keys.forget_before(number - 1 if number == joined else number)
+                    self._ended_by_a_loss = self._ended_by_a_loss if number == joined else number - 1
                     self._push((*slots, *decision.servers), "elastic.generation", decision.as_message())
                 case Fence(slot):
                     self._coordinator.processes[slot].fenced = True

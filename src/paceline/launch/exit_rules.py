@@ -257,12 +257,12 @@ def check_waits(
     lines = []
     for worker, waits in waiting:
         wait = ReportedWait(worker.rank, str(waits))
-        absent = [other for other in workers if not other.ended and _is_elsewhere(other, waits)]
+        absent = [other for other in workers if not other.ended and is_elsewhere(other, waits)]
         if absent and now - waits.since >= patience_s and wait not in reported:
             reported.add(wait)
             # They wait for this one, as this line says.
             reported |= {ReportedWait(other.rank, str(other.waits)) for other in absent}
-            where = " and ".join(f"{_name(other)}, which {_whereabouts(other)}" for other in absent[:3])
+            where = " and ".join(f"{_name(other)}, which {whereabouts(other)}" for other in absent[:3])
             more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
             lines.append(f"paceline: {_name(worker)} has waited {now - waits.since:.0f} s in {waits} for {where}{more}")
     return Check(lines=tuple(lines))
@@ -278,13 +278,13 @@ def _waits_for_ended(worker: Process, waits: Waits, gone: Sequence[Process]) -> 
     )
 
 
-def _is_elsewhere(other: Process, waits: Waits) -> bool:
+def is_elsewhere(other: Process, waits: Waits) -> bool:
     if waits.call == LOOP and other.phase is Phase.TRAINING and (other.waits is None or other.waits.call == LOOP):
         return False
     return other.waits is None or other.waits.call != waits.call
 
 
-def _whereabouts(other: Process) -> str:
+def whereabouts(other: Process) -> str:
     if other.waits is not None:
         return f"waits in {other.waits}"
     if other.phase is Phase.TRAINING:

@@ -38,6 +38,7 @@ from typing import Any
 
 from paceline.world.control import STOPPED_ON_REQUEST
 from paceline.world.host_limits import oom_kills
+from paceline.world.waiting import TIMED_OUT
 
 ENDED_WELL = (0, STOPPED_ON_REQUEST)
 WORKER_FAILED = 1
@@ -118,6 +119,23 @@ class Waits:
         return f"{self.call} ({self.place})" if self.place else self.call
 
 
+@dataclass(frozen=True)
+class FailedWait:
+    """A wait of a worker for others, as in `waits`, has ended with an error."""
+
+    waits: Waits
+    doing: str
+    seconds: float
+    text: str
+    at: float
+    generation: int | None = None
+    """Of an elastic job: the one in which it waited, if it is known."""
+
+    @property
+    def timed_out(self) -> bool:
+        return TIMED_OUT.search(self.text) is not None
+
+
 @dataclass
 class Process:
     """What the supervisor knows of one worker or server."""
@@ -141,6 +159,8 @@ class Process:
     """The supervisor killed it, and announced why."""
     memory: MemoryReport | None = None
     waits: Waits | None = None
+    failed_wait: FailedWait | None = None
+    """The last one."""
     ended_at: float | None = None
     heard_at: float = 0.0
     """When it last sent a message, wrote output or used a processor."""

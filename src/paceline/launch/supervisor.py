@@ -15,13 +15,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.elastic.step_log import StepLog
 from paceline.launch.agents import Decider, HostAgent, LocalAgent, default_threads
-from paceline.launch.busy_check import ActivityCheck, BusyCheck
+from paceline.launch.busy_check import ActivityCheck, BusyCheck, own_processor_seconds
 from paceline.launch.control import ControlServer
 from paceline.launch.coordinator import Coordinator
 from paceline.launch.exit_rules import NOTICE
@@ -51,14 +52,14 @@ SCREEN_CLOSE_S = 5.0
 OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-async def supervise(job: Job) -> int:
-    """Run the job on this host; the exit code (see `failure_attribution`)."""
-    return await Supervisor(job).run()
+async def supervise(job: Job, shows: Callable[[str], None] | None = None) -> int:
+    """Run the job on this host; the exit code (see `failure_attribution`). `shows` gets the folder of each run."""
+    return await Supervisor(job, shows).run()
 
 
 class Supervisor:
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, shows: Callable[[str], None] | None = None) -> None:
+        self._job, self._shows = job, shows
         self._loop = asyncio.get_running_loop()
         self._screen = Screen(sys.stdout.fileno(), sys.stderr.fileno(), on_room=self._make_room)
         self._messages = messages.logger("launch")
@@ -106,7 +107,8 @@ class Supervisor:
             keep_memory=self._job.keep_memory,
             quiet=self._job.quiet,
         )
-        decider.agent = agent = LocalAgent(self.show_output, fork_server, server, assignment, memory)
+        show_stack = partial(self._show_stack, fork_server, assignment)
+        decider.agent = agent = LocalAgent(self.show_output, fork_server, server, assignment, memory, show_stack)
         try:
             await server.start()
             watching = asyncio.create_task(self._watch(fork_server, server, agent, is_late=assignment.late))
@@ -126,7 +128,7 @@ class Supervisor:
                 task.cancel()
             await self._catch_up()
             self._tell(outcome, outcome.lines)
-            await self._show_stacks(fork_server, outcome)
+            await self._show_stacks(agent, outcome)
             await self._stop(fork_server)
             watching.cancel()
         finally:
@@ -170,7 +172,9 @@ class Supervisor:
         self, assignment: HostAssignment, joined: Mapping[int, JoinedHost], rendezvous: HostRendezvous | None
     ) -> Coordinator:
         ledger = StepLog(self._job.ledger, self._log)
-        return Coordinator(assignment, joined, self._screen.show, self._log, self._job.grace_s, ledger, rendezvous)
+        return Coordinator(
+            assignment, joined, self._screen.show, self._log, self._job.grace_s, ledger, rendezvous, self._shows
+        )
 
     async def _watch(
         self, fork_server: ForkServerProcess, server: ControlServer, agent: LocalAgent, *, is_late: bool
@@ -239,14 +243,24 @@ class Supervisor:
                 if activities.setdefault(rank, ActivityCheck(pid)).seen(printed, self._loop.time()):
                     decider.report(rank, "busy", {})
 
-    async def _show_stacks(self, fork_server: ForkServerProcess, outcome: Outcome) -> None:
+    async def _show_stacks(self, agent: LocalAgent, outcome: Outcome) -> None:
         """Have the processes that hang write their stacks to stderr, and show them."""
         here = [rank for rank in outcome.hung if rank in self._running]
         for rank in here:
-            fork_server.signal_worker(rank, STACK_SIGNAL)
+            agent.show_stack(rank)
         if here:
             await asyncio.sleep(STACKS_S)
             await self._catch_up()
+
+    def _show_stack(self, fork_server: ForkServerProcess, assignment: HostAssignment, rank: int) -> None:
+        pid = self._running.get(rank)
+        if pid is None:
+            return
+        if own_processor_seconds(pid) is None:
+            name = f"worker {rank}" if rank < assignment.size else f"server {rank - assignment.size}"
+            self._log(f"paceline: {name} (pid {pid}) does not answer: it is stopped (SIGSTOP?)")
+        else:
+            fork_server.signal_worker(rank, STACK_SIGNAL)
 
     async def _ask_to_stop(self, agent: LocalAgent, decider: Decider) -> None:
         while True:

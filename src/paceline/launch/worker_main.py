@@ -33,7 +33,9 @@ from paceline.world.process import SERVER, set_process_name
 from paceline.world.world import ControlSocket, World
 
 STACK_SIGNAL = int(signal.SIGRTMAX) - 1
-"""Makes a worker write the stacks of its threads to stderr. SIGUSR1 and 2 are left to scripts and to SLURM."""
+"""Makes a worker write the stack of its main thread to stderr. SIGUSR1 and 2 are left to scripts and to SLURM."""
+ALL_STACKS_SIGNAL = STACK_SIGNAL - 1
+"""Of all its threads."""
 
 REPORT_TIMEOUT_S = 5.0
 THREADS_END_S = 0.05
@@ -60,11 +62,12 @@ def run_worker(variables: Mapping[str, str], script: Script) -> NoReturn:
     world = environment.read_world()
     if world.is_server:
         set_process_name(SERVER)
-    faulthandler.register(STACK_SIGNAL)
+    faulthandler.register(STACK_SIGNAL, all_threads=False)
+    faulthandler.register(ALL_STACKS_SIGNAL)
     _differ_from_siblings()
     heartbeat: Heartbeat | None = None
     try:
-        heartbeat = Heartbeat.start(world) if world.elastic is not None else None
+        heartbeat = Heartbeat.start(world) if world.is_elastic else None
         names = run_script(script)
     except SystemExit:
         _let_threads_finish(heartbeat)

@@ -15,8 +15,12 @@
 |            | stops_on_request                    | SIGTERM is known to end it after a step, with time to save  |
 | holds      | what                                | a failure is reported with what is lost: `keys 4…7`         |
 | checkpoint | folder                              | the line about a failure says where to resume               |
+| run        | folder                              | the dashboard of the job shows it (--dashboard)             |
+| memory     | told, kills_file, kills             | a kill for lack of memory is told with what was held        |
 | waits      | call, place, seconds                | a wait that can't end is found: `exit_rules`                |
 | goes_on    |                                     | it waits no more                                            |
+| wait_failed| call, place, doing, text, seconds,  | a wait whose time was up is told with those that were late  |
+|            | generation                          |                                                             |
 
 Unasked, the supervisor sends only what an elastic job needs (`elastic.commit`, `elastic.generation`, …): `heard` is
 called with it, on the reading thread.

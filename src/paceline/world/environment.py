@@ -138,6 +138,11 @@ def is_quiet() -> bool:
     return text_of(os.environ, "PACELINE_QUIET") not in (None, "0")
 
 
+def flight_recorder_is_on() -> bool:
+    """torch's: it keeps that many of the last collectives."""
+    return (text_of(os.environ, "TORCH_FR_BUFFER_SIZE") or "0") != "0"
+
+
 @dataclass(frozen=True)
 class KubeflowServer:
     """Where Kubeflow Trainer wants to be told how a TrainJob gets on."""

@@ -125,7 +125,7 @@ def in_turn(world: World, *, first: bool, of: str, timeout_s: float) -> Iterator
     as often. A worker that joins later finds that it was done, and waits for nobody.
     """
     key = f"in_turn/{of}/{next(_turns)}"
-    if world.size + world.servers == 1 and world.elastic is None:
+    if world.size + world.servers == 1 and not world.is_elastic:
         yield
         return
     supervisor = call_supervisor(world)

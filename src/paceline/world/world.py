@@ -134,7 +134,7 @@ class World:
     host_address: str | None = LOOPBACK
     settings: LaunchSettings = field(default_factory=LaunchSettings)
     servers: int = 0
-    elastic: Elasticity | None = None  # workers may come and go
+    elastic: Elasticity | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, what: str) -> None:
@@ -174,6 +174,11 @@ class World:
     @property
     def is_server(self) -> bool:
         return self.rank >= self.size
+
+    @property
+    def is_elastic(self) -> bool:
+        """Workers may come and go."""
+        return self.elastic is not None
 
     @property
     def server_index(self) -> int:

@@ -45,6 +45,7 @@ from paceline.elastic.memory_checkpoint.layout import ALIGN, FlatTree, Layout, w
 from paceline.elastic.slots import named
 from paceline.errors import CheckpointError
 from paceline.sharding.local_shard import LocalShard
+from paceline.torch_compat import foreach_copy_
 from paceline.world.owned_folder import open_own_file
 
 MAGIC = 0x7661_756C_7431  # "vault1"
@@ -183,7 +184,7 @@ class _WrittenFile:
         self.memory[self._values_at : self._values_at + len(values)] = values
         if sources:
             with torch.no_grad():
-                torch._foreach_copy_(self._targets, sources)
+                foreach_copy_(self._targets, sources)
         self._head[AT_STAMP] = step + 1
 
 
