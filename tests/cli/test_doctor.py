@@ -24,6 +24,7 @@ from paceline.cli.doctor import (
     cores,
     doctor,
     host_name,
+    kernels,
     loopback,
     memory,
     open_files,
@@ -31,6 +32,8 @@ from paceline.cli.doctor import (
     shared_memory,
     show,
 )
+from paceline.collectives.shared_memory import kernel_build
+from paceline.collectives.shared_memory import kernels as kernels_module
 from paceline.world.explanation import Finding, Level
 from paceline.world.launchers import LAUNCHERS
 from paceline.world.world import LaunchSettings, TcpRendezvous, World
@@ -158,3 +161,36 @@ def test_two_processes_on_a_cpu_host_form_a_world_of_two_without_a_flag() -> Non
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     done = subprocess.run([*torchrun, sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     assert sorted(done.stdout.splitlines()) == ["0 2 0", "1 2 1"]
+
+
+@pytest.mark.parametrize(
+    ("prebuilt", "compiler", "built", "expected"),
+    [
+        (True, None, None, (Level.OK, "c (prebuilt, avx2)")),
+        (False, "/usr/bin/cc", True, (Level.OK, "c (built by /usr/bin/cc)")),
+        (False, "/usr/bin/cc", None, (Level.WARNING, "torch (/usr/bin/cc can't build the C kernels)")),
+        (False, None, None, (Level.WARNING, "torch (no prebuilt library, no C compiler)")),
+    ],
+)
+def test_it_says_which_kernels_there_are_and_why(
+    prebuilt: bool,
+    compiler: str | None,
+    built: bool | None,
+    expected: tuple[Level, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = SimpleNamespace(paceline_sum=SimpleNamespace(), paceline_copy=SimpleNamespace())
+    found = (kernel_build.Variant("avx2"), library) if prebuilt else None
+    monkeypatch.delenv("PACELINE_KERNELS", raising=False)
+    monkeypatch.setattr(kernel_build, "find_compiler", lambda: compiler)
+    monkeypatch.setattr(kernels_module, "prebuilt_library", lambda: found)
+    monkeypatch.setattr(kernels_module, "built_library", lambda: library if built else None)
+    monkeypatch.setattr(kernels_module, "compiled_library", kernels_module.compiled_library.__wrapped__)
+    finding = kernels()
+    assert (finding.level, finding.text) == expected
+    assert (finding.level is Level.OK) == (not finding.advice)
+
+
+def test_kernels_that_were_asked_for_are_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_KERNELS", "torch")
+    assert (kernels().level, kernels().text) == (Level.OK, "torch (by PACELINE_KERNELS)")

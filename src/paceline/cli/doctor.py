@@ -178,14 +178,21 @@ def accelerator(workers: int) -> Finding:
 
 def kernels() -> Finding:
     """Of the shared-memory backend: the same bits from both, but torch's take a pass over memory per addition."""
-    from paceline.collectives.shared_memory.kernels import COMPILERS, choose_kernels
+    from paceline.collectives.shared_memory.kernel_build import find_compiler
+    from paceline.collectives.shared_memory.kernels import choose_kernels, prebuilt_library
 
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name)) is not None), None)
-    chosen = choose_kernels().name
-    if chosen == "torch" and wanted_kernels() != "torch":
-        found = f"torch's, since {compiler} can't build them" if compiler else "torch's, since there is no C compiler"
-        return Finding(Level.WARNING, "kernels", found, "collectives are slower: install gcc (the bits are the same)")
-    return Finding(Level.OK, "kernels", "torch's, by PACELINE_KERNELS" if chosen == "torch" else f"C, by {compiler}")
+    if wanted_kernels() == "torch":
+        return Finding(Level.OK, "kernels", "torch (by PACELINE_KERNELS)")
+    compiler = find_compiler()
+    if choose_kernels().name == "torch":
+        why = f"{compiler} can't build the C kernels" if compiler else "no prebuilt library, no C compiler"
+        return Finding(
+            Level.WARNING, "kernels", f"torch ({why})", "collectives are slower: install gcc (the bits are the same)"
+        )
+    prebuilt = prebuilt_library()
+    return Finding(
+        Level.OK, "kernels", f"c ({f'prebuilt, {prebuilt[0].name}' if prebuilt else f'built by {compiler}'})"
+    )
 
 
 OPTIONAL = {

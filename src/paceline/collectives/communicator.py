@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import threading
 import time
 from collections import Counter
@@ -43,9 +44,10 @@ from paceline.collectives.process_groups import (
     interrupt,
     shut_down,
 )
+from paceline.collectives.shared_memory.barrier import DIFFERENT_CALLS
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
-from paceline.torch_compat import HashStore, PrefixStore, Store
-from paceline.world.waiting import Waiting
+from paceline.torch_compat import HashStore, PrefixStore, Store, started_as_one
+from paceline.world.waiting import Waiting, waiting_call
 from paceline.world.world import World
 
 # -- something under way -----------------------------------------------------------------------------------------------
@@ -69,18 +71,23 @@ class Work:
         self._work, self._owner, self._doing = work, owner, doing
         self.looks_up = False  # while it waits: whether its group is over
         self.is_gloo_message = False  # of a group that may be abandoned
+        self.source: int | None = None  # of a message whose sender needs nothing of others for it: waits are counted
+        self.keeps: Work | None = None  # another that has to live as long
         self.when_done: Callable[[], None] | None = None
         self._done = False  # gloo forgets a message that was waited for, and would wait for another
 
     def wait(self, timeout_s: float | None = None, *, vote: int | None = None, look_every_s: float = 0.5) -> None:
         """`timeout_s`: another one than the group's. `vote`: it is that step vote (see `wait_for_vote`)."""
         if not self._done:
+            begun = time.perf_counter()
             try:
-                with Waiting():
+                with Waiting(doing=self._doing):
                     self._wait_in_c10d(timeout_s, vote, look_every_s)
             except (RuntimeError, TimeoutError, WorldError) as error:  # WorldError: the store knows of a new generation
                 raise self._owner.lost(error, self._doing) from error
             self._done = True
+            if self.source is not None and not self.is_gloo_message:
+                self._owner.count_wait(self.source, time.perf_counter() - begun)
         if self.when_done is not None:
             self.when_done()
             self.when_done = None
@@ -113,11 +120,13 @@ class Work:
         while not self._work.is_completed():
             try:
                 self._work.wait(timedelta(seconds=LOOK_UP_EVERY_S))
-            except RuntimeError:
+            except RuntimeError as error:
                 now = time.monotonic()
                 if self._work.is_completed():  # just now, well or not: the short wait's timeout says nothing about it
                     break
-                if self._owner.is_quiet or now - begun > self._owner.timeout_s:
+                if self._owner.is_quiet:
+                    raise GivenUpError("its group is over") from error
+                if now - begun > self._owner.timeout_s:
                     raise
                 if vote is not None and now - looked_at >= look_every_s:
                     looked_at = now
@@ -153,7 +162,7 @@ def wait_all(works: Sequence[Work]) -> None:
     messages = [work for work in works if work.is_gloo_message and not work._done]
     if len(messages) > 1:  # lent to the other thread once
         try:
-            with Waiting():
+            with Waiting(doing=messages[0]._doing):
                 _wait_for_messages(messages)
         except (RuntimeError, TimeoutError, WorldError) as error:
             late = next((work for work in messages if not work._done), messages[-1])
@@ -172,8 +181,11 @@ def _wait_for_messages(works: Sequence[Work]) -> None:
 
     def wait() -> None:
         for work in works:
+            begun = time.perf_counter()
             work._work.wait(timedelta(seconds=owner.timeout_s))
             work._done = True
+            if work.source is not None:
+                owner.count_wait(work.source, time.perf_counter() - begun)
 
     in_time(wait, owner.timeout_s + LONGER_S, works[0]._doing, given_up=lambda: owner.is_quiet)
 
@@ -182,7 +194,7 @@ def _wait_for_messages(works: Sequence[Work]) -> None:
 
 
 class ByteCount:
-    """Where a communicator's threads count what byte_count.py tells: a send when the backend has taken it, a receive
+    """Where a communicator's threads count what byte_count.py tells: a send when the backend is given it, a receive
     when it has arrived."""
 
     def __init__(self) -> None:
@@ -190,6 +202,7 @@ class ByteCount:
         self._sent: dict[tuple[str, int], Flow] = {}
         self._received: dict[tuple[str, int], Flow] = {}
         self._native: Counter[str] = Counter()
+        self._waited: dict[int, float] = {}
 
     def sent(self, operation: str, to: int, nbytes: int) -> None:
         self._add(self._sent, operation, to, nbytes)
@@ -200,6 +213,14 @@ class ByteCount:
     def called(self, collective: str) -> None:
         with self._lock:
             self._native[collective] += 1
+
+    def waited(self, source: int, seconds: float) -> None:
+        with self._lock:
+            self._waited[source] = self._waited.get(source, 0.0) + seconds
+
+    def waits(self) -> dict[int, float]:
+        with self._lock:
+            return dict(self._waited)
 
     def snapshot(self) -> Traffic:
         with self._lock:
@@ -227,6 +248,12 @@ class _GroupCount(ByteCount):
 
     def called(self, collective: str) -> None:
         self._of.called(collective)
+
+    def waited(self, source: int, seconds: float) -> None:
+        self._of.waited(self._ranks[source], seconds)
+
+    def waits(self) -> dict[int, float]:
+        return self._of.waits()
 
     def snapshot(self) -> Traffic:
         return self._of.snapshot()
@@ -260,7 +287,7 @@ class Communicator:
         self._count = ByteCount()
         self._device = torch.device("cpu")
         self._explain: Callable[[], str | None] = lambda: None
-        self._elastic = world.elastic is not None
+        self._elastic = world.is_elastic
         self._sockets = OpenSockets()
         self.is_over = False
         self._ended: str | None = None
@@ -279,9 +306,23 @@ class Communicator:
         return self._groups
 
     @property
+    def kernels(self) -> str | None:
+        """What adds up in shared memory, "c" or "torch", with the same bits; None where memory is not shared."""
+        kernels: str | None = self._groups["cpu"].kernels if self.backend == "paceline" else None
+        return kernels
+
+    @property
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
         return self._count.snapshot()
+
+    @property
+    def waits(self) -> dict[int, float]:
+        """By rank: the seconds that its own gradients were waited for, so far, where they come as messages."""
+        return self._count.waits()
+
+    def count_wait(self, source: int, seconds: float) -> None:
+        self._count.waited(source, seconds)
 
     @classmethod
     def connect(
@@ -349,9 +390,9 @@ class Communicator:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, *, to: int, tag: int, operation: str = "message") -> Work:
+        self._count.sent(operation, to, tensor.nbytes)  # before it can arrive: who has it may ask what was sent
         work = self._started(lambda: self._group_of(tensor).send([tensor], to, tag), f"sending to worker {to}")
         work.is_gloo_message = self._by_gloo(tensor)
-        self._count.sent(operation, to, tensor.nbytes)
         return work
 
     def receive(self, tensor: Tensor, *, source: int, tag: int, operation: str = "message") -> Work:
@@ -371,16 +412,14 @@ class Communicator:
         (device,) = {tensor.device for tensor, _ in (*sends, *receives)}
         group = self._groups[device.type]
 
-        def start() -> Any:
-            group._start_coalescing(device)
+        def start() -> None:
             for tensor, to in sends:
                 group.send([tensor], to, 0)
             for tensor, source in receives:
                 group.recv([tensor], source, 0)
-            return group._end_coalescing(device)
 
         peers = sorted({peer for _, peer in (*sends, *receives)})
-        work = self._started(start, f"exchanging with workers {peers}")
+        work = self._started(lambda: started_as_one(group, device, start), f"exchanging with workers {peers}")
         for tensor, to in sends:
             self._count.sent(operation, to, tensor.nbytes)
 
@@ -427,16 +466,16 @@ class Communicator:
 
     # -- native collectives --------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor, doing: str = "in an all-reduce") -> Work:
         """Native sum, in whatever order the backend likes: the bits depend on the size and the number of workers."""
-        return self._native("all_reduce", lambda: self._group_of(tensor).allreduce([tensor]), "in an all-reduce")
+        return self._native("all_reduce", lambda: self._group_of(tensor).allreduce([tensor]), doing)
 
-    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
+    def all_gather(self, tensor: Tensor, doing: str = "in an all-gather") -> tuple[Tensor, Work]:
         """Equal-sized tensors of all workers, as rows."""
         flat = tensor.contiguous().view(-1)
         out = torch.empty((self.size, flat.numel()), dtype=flat.dtype, device=flat.device)
         group = self._group_of(flat)
-        return out, self._native("all_gather", lambda: group._allgather_base(out.view(-1), flat), "in an all-gather")
+        return out, self._native("all_gather", lambda: group._allgather_base(out.view(-1), flat), doing)
 
     def all_to_all(self, out: Tensor, sent: Tensor, received_counts: list[int], sent_counts: list[int]) -> Work:
         group = self._group_of(out)
@@ -450,32 +489,36 @@ class Communicator:
         return self.backend == "paceline"
 
     def sum_bucket(
-        self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], like: Tensor
+        self, bucket_set: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], like: Tensor
     ) -> tuple[list[Tensor], Work]:
         """Start the canonical sum of all workers' roots; the list gets the total."""
         group, total = self._groups["cpu"], list[Tensor]()
-        given = (owner, bucket, plan, roots, like.numel(), like.dtype)
-        return total, self._native("sum_bucket", lambda: group.sum_bucket(total, *given), "in the sum of a bucket")
+        given = (bucket_set, bucket, plan, roots, like.numel(), like.dtype)
+        return total, self._native(
+            "sum_bucket", lambda: group.sum_bucket(total, *given), f"in the sum of bucket {bucket}"
+        )
 
-    def scatter_bucket(self, owner: int, scatter: Scatter) -> Work:
+    def scatter_bucket(self, bucket_set: int, scatter: Scatter) -> Work:
         """Start the canonical reduce-scatter of a bucket."""
         group = self._groups["cpu"]
         return self._native(
-            "scatter_bucket", lambda: group.scatter_bucket(owner, scatter), "in the reduce-scatter of a bucket"
+            "scatter_bucket",
+            lambda: group.scatter_bucket(bucket_set, scatter),
+            f"in the reduce-scatter of bucket {scatter.bucket}",
         )
 
-    def bucket_buffer(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
+    def bucket_buffer(self, bucket_set: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
         """Where this worker's root of the bucket is best made, if the backend adds it up where it lies."""
         if self.backend != "paceline":
             return None
         group, room = self._groups["cpu"], list[Tensor]()
-        given = (owner, bucket, elements, dtype)
+        given = (bucket_set, bucket, elements, dtype)
         self._started(lambda: group.bucket_buffer(room, *given), "making room for a bucket").wait()
         return room[0]
 
-    def forget_buckets(self, owner: int) -> None:
+    def forget_buckets(self, bucket_set: int) -> None:
         if self.backend == "paceline":
-            self._groups["cpu"].forget_buckets(owner)
+            self._groups["cpu"].forget_buckets(bucket_set)
 
     def broadcast(self, tensor: Tensor, *, root: int) -> Work:
         options = dist.BroadcastOptions()
@@ -504,7 +547,8 @@ class Communicator:
 
     def leave_note(self, text: str, *, votes: int) -> None:
         """Tell peers that wait for us why we won't come; `votes` says how many step votes we did take part in."""
-        self._store.set(f"left/{self.rank}", f"{votes} {text}")
+        with contextlib.suppress(RuntimeError, OSError, WorldError):  # the store may have died with a peer
+            self._store.set(f"left/{self.rank}", f"{votes} {text}")
 
     def take_back_note(self) -> None:
         self._store.delete_key(f"left/{self.rank}")
@@ -582,7 +626,11 @@ class Communicator:
         told = self._explain() or self.told_by_who_left()
         if told is not None:
             return PeerLostError(told)
-        return PeerLostError(f"worker {self.rank} lost its peers {doing}: {first_line(error)}")
+        text = f"worker {self.rank} lost its peers {doing}: {first_line(error)}"
+        if DIFFERENT_CALLS in text:
+            call, place = waiting_call(sys._getframe(1))
+            text += f". Worker {self.rank} was in {call}{f' ({place})' if place else ''}: do all workers call that?"
+        return PeerLostError(text)
 
 
 # -- a job of one worker -----------------------------------------------------------------------------------------------
@@ -626,10 +674,10 @@ class SingleWorker(Communicator):
             raise WorldError(f"worker {self.rank} is alone: there is no worker {peer} to exchange with")
         return []
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor, doing: str = "") -> Work:
         return Done()
 
-    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
+    def all_gather(self, tensor: Tensor, doing: str = "") -> tuple[Tensor, Work]:
         """In memory of its own, as in a larger group."""
         return tensor.detach().reshape(1, -1).clone(), Done()
 
@@ -638,16 +686,21 @@ class SingleWorker(Communicator):
         return Done()
 
     @property
+    def kernels(self) -> str | None:
+        """Nothing is shared."""
+        return None
+
+    @property
     def sums_buckets(self) -> bool:
         """It does, on any device: all merges of the tree were local."""
         return True
 
     def sum_bucket(
-        self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], like: Tensor
+        self, bucket_set: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], like: Tensor
     ) -> tuple[list[Tensor], Work]:
         return list(roots.values()), Done()
 
-    def scatter_bucket(self, owner: int, scatter: Scatter) -> Work:
+    def scatter_bucket(self, bucket_set: int, scatter: Scatter) -> Work:
         ((start, stop),) = scatter.ranges
         if start < stop:
             scatter.finish({}, scatter.outs(), start, stop)

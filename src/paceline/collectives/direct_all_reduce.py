@@ -116,6 +116,7 @@ def sum_at_owners(
         receives=[(out[slice(*ranges[peer])], peer) for peer in owners],
         tag=tag + 1,
         operation=operation,
+        own=False,
     )
     wait_all([*incoming, *outgoing])
 
@@ -127,13 +128,19 @@ def start_messages(
     receives: Sequence[tuple[Tensor, int]],
     tag: int,
     operation: str,
+    own: bool = True,
 ) -> tuple[list[Work], list[Work]]:
-    """Handles of the sends, and of the receives; as one group where messages between two ranks run in line."""
+    """Handles of the sends, and of the receives; as one group where messages between two ranks run in line.
+
+    `own`: what is received is the sender's alone, so that it is late only by its own doing, or its link's.
+    """
     tensors = [tensor for tensor, _ in (*sends, *receives)]
     if tensors and comm.batches(tensors[0].device):
         handles = comm.send_and_receive(sends, receives, operation=operation)
         return handles[: len(sends)], handles[len(sends) :]
     incoming = [comm.receive(t, source=peer, tag=tag, operation=operation) for t, peer in receives]
+    for work, (_, peer) in zip(incoming if own else (), receives, strict=False):
+        work.source = peer
     outgoing = [comm.send(t, to=peer, tag=tag, operation=operation) for t, peer in sends]
     return outgoing, incoming
 

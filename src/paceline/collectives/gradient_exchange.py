@@ -112,7 +112,7 @@ class GradientExchange:
         if self._reduction == "fast":
             out = _sum_in_order(roots, spare)
             if self._choice is None:
-                return PendingSum([out], comm.all_reduce(out))
+                return PendingSum([out], comm.all_reduce(out, f"in the all-reduce of bucket {bucket}"))
             return PendingSum([out], self._run(self._choice.schedule(out.nbytes), out, tag))
         if comm.sums_buckets:
             like = next(iter(roots.values())) if roots else spare()
@@ -120,7 +120,7 @@ class GradientExchange:
         if plan.is_pairwise:
             (out,) = roots.values()
             if comm.size == 2:
-                return PendingSum([out], comm.all_reduce(out))
+                return PendingSum([out], comm.all_reduce(out, f"in the all-reduce of bucket {bucket}"))
             if out.device.type == "cpu" and out.nbytes <= HALVING_UP_TO * comm.size:
                 return PendingSum([out], self._run(HALVING_DOUBLING, out, tag))
         out = next(iter(roots.values())) if roots else spare()
@@ -128,7 +128,11 @@ class GradientExchange:
             direct_all_reduce_by_collectives(comm, plan, roots, out)
             return PendingSum([out])
         return PendingSum(
-            [out], self._queued(lambda scratch: direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch))
+            [out],
+            self._queued(
+                lambda scratch: direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch),
+                f"in the sum of bucket {bucket}",
+            ),
         )
 
     def start_scatter(self, of: int, scatter: Scatter, like: Tensor) -> Handle:
@@ -149,12 +153,15 @@ class GradientExchange:
             direct_reduce_scatter_by_collectives(comm, scatter, like)
             return Done()
         tag = scatter.bucket * TAGS_PER_BUCKET
-        return self._queued(lambda scratch: direct_reduce_scatter(comm, scatter, tag=tag, scratch=scratch))
+        return self._queued(
+            lambda scratch: direct_reduce_scatter(comm, scatter, tag=tag, scratch=scratch),
+            f"in the reduce-scatter of bucket {scatter.bucket}",
+        )
 
     def start_messages(self, exchange: Callable[[], None], device: torch.device) -> Handle:
         """Begin an exchange of the caller's own making, made of messages, in line with the others."""
         if device.type == "cpu":
-            handle: Handle = self._queued(lambda _: exchange())
+            handle: Handle = self._queued(lambda _: exchange(), "in an exchange of gradients")
         else:  # in line with what the caller's stream computes
             exchange()
             handle = Done()
@@ -162,10 +169,12 @@ class GradientExchange:
             fault_point("bucket")
         return handle
 
-    def _queued(self, exchange: Callable[[Scratch], None]) -> Handle:
-        event = Event("paceline:exchange")
-        work = self._queue.run(lambda: exchange(self._scratch_of_queue), [], event, at_once=False)
-        return _OnTheThread(work)
+    def _queued(self, exchange: Callable[[Scratch], None], doing: str) -> Handle:
+        def run() -> None:
+            with Waiting(doing=doing):  # of the messages inside, which can't tell their bucket
+                exchange(self._scratch_of_queue)
+
+        return _OnTheThread(self._queue.run(run, [], Event("paceline:exchange"), at_once=False), doing)
 
     def close(self) -> None:
         self._queue.close()
@@ -176,7 +185,10 @@ class GradientExchange:
         if out.device.type != "cpu":  # in line with what the caller's stream computes
             run_schedule(comm, schedule, out, tag=tag, scratch=self._scratch)
             return None
-        return self._queued(lambda scratch: run_schedule(comm, schedule, out, tag=tag, scratch=scratch))
+        return self._queued(
+            lambda scratch: run_schedule(comm, schedule, out, tag=tag, scratch=scratch),
+            f"in the all-reduce of bucket {tag // TAGS_PER_BUCKET}",
+        )
 
 
 def _sum_in_order(roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> Tensor:
@@ -191,9 +203,9 @@ def _sum_in_order(roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> T
 class _OnTheThread:
     """An exchange in the queue; a failure is raised where its result is waited for."""
 
-    def __init__(self, work: QueuedWork) -> None:
-        self._work = work
+    def __init__(self, work: QueuedWork, doing: str) -> None:
+        self._work, self._doing = work, doing
 
     def wait(self) -> None:
-        with Waiting():
+        with Waiting(doing=self._doing):
             self._work.wait()  # ends: every message inside the exchange has the group's timeout

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.errors import ConfigError, WorldError
-from paceline.torch_compat import PrefixStore, Store
+from paceline.torch_compat import PrefixStore, Store, gloo_options, let_wait
 from paceline.world.environment import tensor_address
 from paceline.world.waiting import Waiting
 from paceline.world.world import World
@@ -52,7 +52,7 @@ def build_groups(
 ) -> tuple[Mapping[str, Any], OpenSockets]:
     """The groups by kind of device, and the connections that gloo has made for them."""
     backends = {"cpu": "gloo", device.type: backend}
-    waits_s, timeout_s = timeout_s, timeout_s if world.elastic is None else min(REBUILD_IN_S, timeout_s)
+    waits_s, timeout_s = timeout_s, min(REBUILD_IN_S, timeout_s) if world.is_elastic else timeout_s
     try:
         _gather(world, store, waits_s)
         groups: dict[str, Any] = {}
@@ -63,14 +63,14 @@ def build_groups(
             patience_s = timeout_s + STUCK_S
             groups[kind] = (
                 build()
-                if world.elastic is None
+                if not world.is_elastic
                 else in_time(build, patience_s, "building a group", given_up=partial(_is_over, place))
             )
             if name == "gloo":
                 sockets.add(gloo_connections(place, world.rank, world.size))
         if waits_s != timeout_s:
             for group in groups.values():
-                _let_wait(group, waits_s)
+                let_wait(group, timedelta(seconds=waits_s))
         return groups, sockets
     except ConfigError:  # a ValueError too: what was asked for can't be had, whoever comes
         raise
@@ -111,11 +111,6 @@ def _is_over(store: Store) -> bool:
     return False
 
 
-def _let_wait(group: Any, timeout_s: float) -> None:
-    patient = getattr(group, "set_timeout", None) or group._set_default_timeout
-    patient(timedelta(seconds=timeout_s))
-
-
 def interrupt(group: Any) -> None:
     """End what waits in a group that is over, as far as it can be told to; any thread may call it.
 
@@ -137,11 +132,7 @@ def shut_down(groups: Mapping[str, Any]) -> None:
 
 def _build_group(world: World, store: Store, backend: str, device: torch.device, timeout_s: float) -> Any:
     if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 2
-        # Without a name gloo listens on whatever the host name resolves to, which may be any interface.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=tensor_address(world))]
+        options = gloo_options(tensor_address(world), timedelta(seconds=timeout_s), threads=2)
         return dist.ProcessGroupGloo(store, world.rank, world.size, options)
     if backend == "nccl":
         if device.type != "cuda":

@@ -20,6 +20,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Cast(BlockCodec):
+    """Gradients travel in bf16 or fp16: half the bytes of fp32."""
+
     to: Literal["bf16", "fp16"] = "bf16"
 
     def __post_init__(self) -> None:

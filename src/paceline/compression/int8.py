@@ -36,6 +36,8 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, x / scale would overf
 
 @dataclass(frozen=True)
 class Int8(BlockCodec):
+    """Each `block` of values becomes as many bytes and one fp32 scale, rounded to the nearest or at random."""
+
     block: int = 128
     rounding: Literal["nearest", "stochastic"] = "nearest"
 

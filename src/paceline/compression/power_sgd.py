@@ -24,6 +24,8 @@ from paceline.world.checked_values import whole_number
 
 @dataclass(frozen=True)
 class PowerSgd:
+    """A matrix travels as two factors of this `rank`; vectors and small matrices travel as they are."""
+
     rank: int = 4
 
     def __post_init__(self) -> None:

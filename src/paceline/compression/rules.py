@@ -65,6 +65,7 @@ class Compression:
 
 
 def compression_of(given: Any) -> Compression | None:
+    """What `Engine(compression=…)` was given, a name, an object or rules by parameter name, as a `Compression`."""
     return given if given is None or isinstance(given, Compression) else Compression(given)
 
 

@@ -25,6 +25,8 @@ from paceline.compression.int8 import check_block
 
 @dataclass(frozen=True)
 class Sign(BlockCodec):
+    """Each `block` of values becomes one bit for each sign, and one fp32 scale."""
+
     block: int = 1024
 
     def __post_init__(self) -> None:

@@ -28,6 +28,11 @@ MARGIN = 1.5  # so many more than wanted should be above the threshold
 
 @dataclass(frozen=True)
 class TopK:
+    """Of each gradient the `share` of the largest values travels, and more of them in the first `warmup` steps.
+
+    With `momentum` what waits has the momentum that plain SGD would have given it.
+    """
+
     share: float = 0.01
     momentum: float = 0.0
     warmup: int = 0

@@ -65,6 +65,8 @@ class Call:
 
 _GIVEN_UP = b"nothing any more|"
 
+DIFFERENT_CALLS = "the ranks call different things"
+
 
 class State(ctypes.Structure):
     """`struct meeting` of kernels.c."""
@@ -206,7 +208,7 @@ class Barrier:
 
     def _tell_difference(self, call: bytes, rank: int, other: bytes) -> None:
         mine, theirs = Call.unpacked(call), Call.unpacked(other)
-        text = f"the ranks call different things: rank {self._rank} calls {mine}, rank {rank} calls {theirs}"
+        text = f"{DIFFERENT_CALLS}: rank {self._rank} calls {mine}, rank {rank} calls {theirs}"
         if other.startswith(_GIVEN_UP):
             self.give_up(text, theirs.detail.removeprefix("it gave up: "))
         raise CollectiveError(text)

@@ -86,7 +86,7 @@ class QueuedWork(dist.Work):
         self._future: Future[Any] | None = None
         self._outcome: Future[list[Any]] | None = None
         self._record = begin_record(event.name, *event.tensors) if profiler_enabled() else None
-        self.help = _wait_only  # set by a line whose thread may come to wait
+        self.help = _wait_only  # set by a queue whose thread may come to wait
 
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
@@ -211,7 +211,7 @@ class CollectiveQueue:
             del operation, work  # what it moved may be freed
 
     def _help(self, work: QueuedWork) -> None:
-        """Called in the line's own thread, by a callback that wants `work` to end: do what is waiting up to there."""
+        """Called in the queue's own thread, by a callback that wants `work` to end: do what is waiting up to there."""
         if threading.current_thread() is not self._thread:
             return
         while not work.is_completed():
@@ -386,8 +386,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Shared memory for this rank's root of a bucket (see `BucketSums.buffer`), put into the list."""
         return self._run(lambda: room.append(self._bucket_sums.buffer(*bucket)), room, None, "bucket_buffer")
 
-    def forget_buckets(self, owner: int) -> QueuedWork:
-        return self._run(lambda: self._bucket_sums.forget(owner), [], None, "forget_buckets")
+    def forget_buckets(self, bucket_set: int) -> QueuedWork:
+        return self._run(lambda: self._bucket_sums.forget(bucket_set), [], None, "forget_buckets")
 
     # -- collectives -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 /* The things that Python can't do quickly: wait for words in shared memory, add many buffers in one pass, and do both in
    turn, many times in one all-reduce.
 
-   Built at first use with the system's compiler and kept in the user's cache; kernels.py holds the versions in Python and
+   Built into a wheel, or at first use by the system's compiler (kernel_build.py); kernels.py holds the versions in Python and
    torch that are used without it, and whose bits these must have. */
 
 #define _GNU_SOURCE

@@ -5,11 +5,11 @@
 Both versions add in the same order, element by element, so they give the same bits. The C version adds in one pass over
 memory and writes what others will read past the caches; torch's takes a pass per addition and per copy.
 
-kernels.c is built at first use by the system's compiler and kept in the user's cache; absent without complaint. The
-file's name holds a digest of the source, the compiler and the processor: another of these is another file. It is
-published by a rename, so processes that build it at the same time don't meet, and loaded only if it is the user's own:
-the folder and the file are checked and used through their descriptors, so renaming the folder gains another user
-nothing.
+A wheel for Linux on x86-64 brings kernels.c as libraries (`kernel_build.py`). Elsewhere it is built at first use by the
+system's compiler and kept in the user's cache; absent without complaint. That file's name holds a digest of the source,
+the compiler and the processor: another of these is another file. It is published by a rename, so processes that build
+it at the same time don't meet, and loaded only if it is the user's own: the folder and the file are checked and used
+through their descriptors, so renaming the folder gains another user nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import platform
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -29,6 +28,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.collectives.shared_memory.kernel_build import (
+    BUILD_TIMEOUT_S,
+    COMPILERS,
+    FLAGS,
+    LIBRARIES,
+    SOURCE,
+    VARIANTS,
+    Variant,
+    compile_kernels,
+    find_compiler,
+    processor_has,
+)
 from paceline.world import environment
 from paceline.world.owned_folder import OwnedFolder, open_own_file
 
@@ -134,16 +145,32 @@ def choose_kernels(wanted: str | None = None) -> Kernels:
 # -- building the C kernels --------------------------------------------------------------------------------------------
 
 
-SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11", "-ffp-contract=off")
-COMPILERS = ("cc", "gcc", "clang")
-BUILD_TIMEOUT_S = 60.0
+NATIVE = ("-march=native",)
 
 
 @cache
 def compiled_library() -> ctypes.CDLL | None:
-    """The library, built if need be; None where there is no compiler or it can't build or keep it."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    """The library that came with the package, or one built here; None where there is neither."""
+    prebuilt = prebuilt_library()
+    return built_library() if prebuilt is None else prebuilt[1]
+
+
+@cache
+def prebuilt_library() -> tuple[Variant, ctypes.CDLL] | None:
+    """The best of a wheel that this processor can run; None without a wheel, or where its files can't be loaded."""
+    for variant in VARIANTS:
+        library = SOURCE.with_name(variant.file)
+        if library.exists() and processor_has(_cpuinfo(), variant.instructions):
+            try:
+                return variant, ctypes.CDLL(str(library))
+            except OSError:  # another C library, a file system that runs nothing
+                return None
+    return None
+
+
+def built_library() -> ctypes.CDLL | None:
+    """Built if need be; None where there is no compiler or it can't build or keep it."""
+    compiler = find_compiler(COMPILERS)
     if compiler is None or not SOURCE.exists():
         return None
     try:
@@ -162,9 +189,8 @@ def compiled_library() -> ctypes.CDLL | None:
 def _build(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         # The compiler works in that folder, which has another name in its process, and keeps its own files there too.
-        command = [compiler, *FLAGS, "-o", library.name, str(SOURCE.absolute())]
         variables = environment.with_temporary_files_in(".")
-        subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S, cwd=folder, env=variables)
+        compile_kernels(compiler, NATIVE, library.name, Path(folder), variables)
         made = Path(folder) / library.name
         made.chmod(0o700)
         made.rename(library)
@@ -172,15 +198,21 @@ def _build(compiler: str, library: Path) -> None:
 
 def _digest(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=BUILD_TIMEOUT_S).stdout
-    parts = (SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _processor().encode())
+    parts = (SOURCE.read_bytes(), version, " ".join((*FLAGS, *NATIVE, *LIBRARIES)).encode(), _processor().encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
 def _processor() -> str:
     """What -march=native looks at: a library from another machine's home folder must not be run here."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    if not _cpuinfo():
         return platform.processor()
     wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    return "\n".join(dict.fromkeys(line for line in _cpuinfo().splitlines() if line.startswith(wanted)))
+
+
+@cache
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""

@@ -461,7 +461,7 @@ class AllReduceInC:
 
 
 class BucketSums:
-    """`sum` and `scatter` are collectives of the group; each `owner` of buckets has totals of its own.
+    """`sum` and `scatter` are collectives of the group; each set of buckets has totals of its own.
 
     | sum                  | barriers | copied in, per rank   | read, per rank                                 |
     |----------------------|----------|-----------------------|------------------------------------------------|
@@ -485,17 +485,23 @@ class BucketSums:
 
     def __init__(self, operations: Operations, arenas: Arenas, rank: int, size: int) -> None:
         self._operations, self._arenas, self._rank, self._size = operations, arenas, rank, size
-        self._totals: dict[tuple[int, int], list[Tensor]] = {}  # by owner and bucket: those of all ranks, in order
+        self._totals: dict[tuple[int, int], list[Tensor]] = {}  # by set and bucket: those of all ranks, in order
 
-    def buffer(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor:
+    def buffer(self, bucket_set: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor:
         """This worker's total, for its root to be made in. All workers ask for the same ones in the same order."""
-        return self._totals_of((owner, bucket), elements, dtype)[self._rank]
+        return self._totals_of((bucket_set, bucket), elements, dtype)[self._rank]
 
     def sum(
-        self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], elements: int, dtype: torch.dtype
+        self,
+        bucket_set: int,
+        bucket: int,
+        plan: SumPlan,
+        roots: Mapping[int, Tensor],
+        elements: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         """The sum of all workers' roots (by lane) of one bucket, in this worker's total."""
-        totals = self._totals_of((owner, bucket), elements, dtype)
+        totals = self._totals_of((bucket_set, bucket), elements, dtype)
         call = Call(f"bucket {bucket}", str(dtype), elements)
         if all(len(plan.roots(worker)) == 1 for worker in range(self._size)):
             return self._sum_in_totals(totals, plan, roots, call)
@@ -531,11 +537,11 @@ class BucketSums:
 
     # -- only for the owners of ranges -------------------------------------------------------------------------------
 
-    def scatter(self, owner: int, scatter: Scatter) -> None:
+    def scatter(self, bucket_set: int, scatter: Scatter) -> None:
         """Add a bucket up at the owners of its ranges. Roots that are one each belong in their totals."""
         elements = scatter.ranges[-1][1]
         call = Call(f"bucket {scatter.bucket}", str(scatter.dtype), elements, "scattered")
-        totals = self._totals.get((owner, scatter.bucket))
+        totals = self._totals.get((bucket_set, scatter.bucket))
         if totals is not None and scatter.plan.one_each:
             self._scatter_in_totals(totals, scatter, call)
         else:
@@ -604,9 +610,9 @@ class BucketSums:
         """Which row of the worker's slot has a node's piece for `peer`."""
         return (peer - (peer > worker)) * most + place
 
-    def forget(self, owner: int) -> None:
-        """The owner's buckets are cut anew: their totals are not needed any more."""
-        for key in [key for key in self._totals if key[0] == owner]:
+    def forget(self, bucket_set: int) -> None:
+        """The buckets of that set are cut anew: their totals are not needed any more."""
+        for key in [key for key in self._totals if key[0] == bucket_set]:
             self._arenas.release(self._totals.pop(key)[self._rank])
 
     def _totals_of(self, key: tuple[int, int], elements: int, dtype: torch.dtype) -> list[Tensor]:
