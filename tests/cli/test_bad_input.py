@@ -30,7 +30,7 @@ HUGE = "99999999999999999999"
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A job that would start is a job that was accepted."""
 
-    async def accepted(job: object) -> int:
+    async def accepted(job: object, shows: object = None) -> int:
         return 111
 
     for starting in (run_verb, race, comparing):
@@ -112,6 +112,7 @@ COMPLETE = {
     ("data", "audit"): ["here"],
     ("top",): ["here"],
     ("trace",): ["here"],
+    ("monitor",): ["here"],
 }
 CASES = [(verb, flag, value) for verb, flag, kind in options() for value in WRONG[kind]]
 

@@ -16,6 +16,8 @@ from tests.examples.running import EXAMPLES
 from tests.faults.jobs import BorrowedPopen
 from tests.verify.running import PLANTED
 
+pytestmark = pytest.mark.beside
+
 Call = Callable[..., tuple[int, str, str]]
 
 LOOP = """
@@ -39,7 +41,7 @@ def loop(*, engine: str = "", first: str = "pass", last: str = "pass") -> str:
     return LOOP.format(engine=engine, first=first, last=last)
 
 
-ASYNCHRONOUS = "from paceline.strategies.server import BoundedStaleness, ParameterServer" + loop(
+ASYNCHRONOUS = "from paceline.strategies import BoundedStaleness, ParameterServer" + loop(
     engine="strategy=ParameterServer(clock=BoundedStaleness(steps=2))"
 )
 

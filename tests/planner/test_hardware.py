@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from paceline.bench.hardware import merged
 from paceline.bench.hardware_measure import SHAPES, fitted
 from paceline.errors import ConfigError
+from paceline.planner import hardware_here
 from paceline.planner.hardware import Exchange, Hardware, Link, Rates, hardware_named, link_named, read_hardware
 
 
@@ -110,3 +112,19 @@ def test_what_workers_measured_becomes_a_profile_that_can_be_read(tmp_path: Path
     assert found.exchange("ddp", "paceline", 2) == Exchange(**cost)
     assert found.exchange("ddp", "gloo", 2) is None
     assert sorted(found.rates) == [1, 2]
+
+
+@pytest.mark.parametrize(("crowded", "rate"), [(False, 1.0), (True, 0.5)])
+def test_workers_that_take_turns_are_charged_for_their_waiting(
+    crowded: bool, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run in two has a core to itself and takes 1 s, the other waits and takes 3."""
+    now, runs = [0.0], itertools.cycle((1.0, 3.0))
+
+    def run() -> None:
+        now[0] += next(runs)
+
+    monkeypatch.setattr(hardware_here.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(hardware_here, "ENOUGH_S", 80.0)
+    monkeypatch.setattr(hardware_here, "CROWDED_S", 80.0)
+    assert hardware_here.rate_of(run, 1.0, crowded) == pytest.approx(rate)

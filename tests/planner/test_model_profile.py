@@ -67,6 +67,24 @@ def test_predicted_activations_are_the_bytes_that_autograd_saves(seed: int) -> N
     assert recorded(model, batch, fake=True).saved_bytes == saved_for_real(model, batch)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_gradients_come_while_activations_go(seed: int) -> None:
+    """The worst moment has at least the worse of the two, and at most both."""
+    model, batch = random_model(seed)
+    found, elements = recorded(model, batch, fake=True), [p.numel() for p in model.parameters() if p.requires_grad]
+    gradients = 4 * sum(elements)
+    worst = found.worst_moment(gradients, elements)
+    assert max(found.peak_bytes, gradients) <= worst <= found.peak_bytes + gradients
+    assert found.worst_moment(0, elements) == found.peak_bytes
+
+
+def test_the_last_layers_gradient_is_not_there_when_its_own_activations_are() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    found = recorded(model, (torch.randn(1000, 8), torch.randn(1000, 8)), fake=True)
+    gradients = 4 * (2 * 72)
+    assert found.peak_bytes <= found.worst_moment(gradients, [64, 8, 64, 8]) < found.peak_bytes + gradients
+
+
 def test_products_are_counted_by_their_textbook_formula() -> None:
     model, batch = nn.Linear(16, 32), (torch.randn(5, 16), torch.randn(5, 32))
     found = recorded(model, batch, fake=True)

@@ -14,7 +14,11 @@ from paceline.planner.model_profile import Variant
 from paceline.planner.script_run import profile_script
 from paceline.planner.search import Request
 
-pytestmark = pytest.mark.job
+ROOT = Path(__file__).parents[2]
+OF_TRAINERS = {"from_hf_trainer.py", "from_lightning.py"}
+GUIDES = [file for file in sorted((ROOT / "examples/guides").glob("from_*.py")) if file.name not in OF_TRAINERS]
+
+pytestmark = [pytest.mark.job, pytest.mark.beside]
 
 SCRIPT = """
 import torch, paceline
@@ -76,6 +80,28 @@ def test_a_script_that_prepares_nothing_is_refused_with_what_it_needs(tmp_path: 
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="there is no script"):
         profile_script(tmp_path / "none.py", [], Request(), timed=False, threads=1, fused_attention=False)
+
+
+@pytest.mark.parametrize("guide", [*GUIDES, ROOT / "examples/resume.py"], ids=lambda file: str(file.stem))
+def test_the_loops_of_the_guides_are_profiled_and_leave_nothing(
+    guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile, _ = profile_script(guide, [], Request(workers=2), timed=False, threads=1, fused_attention=False)
+    assert profile.passes
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_a_plan_has_the_lanes_and_the_global_batch_of_its_script(tmp_path: Path) -> None:
+    file = script(tmp_path)
+    file.write_text(file.read_text().replace("Engine()", "Engine(lanes=6, accumulate=2)"))
+    profile, _ = profile_script(file, [], Request(workers=2), timed=False, threads=1, fused_attention=False)
+    assert (profile.lanes, profile.accumulate) == (6, 2)
+    request = Request(workers=2).of_script(profile.lanes, profile.accumulate, profile.samples)
+    assert (request.all_lanes, request.global_batch) == (6, 96)
+    assert Request(workers=2, lanes=4, global_batch=32).of_script(6, 2, 8) == Request(2, lanes=4, global_batch=32)
+    with pytest.raises(ConfigError, match="the script has 6 lanes, so 8 workers"):
+        Request(workers=8).of_script(6, 1, 8)
 
 
 def test_the_command_plans_a_script(tmp_path: Path) -> None:

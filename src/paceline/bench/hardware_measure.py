@@ -64,7 +64,7 @@ def measure(run: HardwareRun, world: World) -> dict[str, Any]:
     """As one worker of `world`; what rank 0 returns is the result."""
     with borrowed_settings(), meeting(world), threads(run.threads):
         dist.barrier()
-        rates = rates_here()
+        rates = rates_here(workers=world.size, threads=run.threads)
         mine = [*rates.flops.values(), rates.memory_bandwidth, rates.operator_s, rates.updates]
         columns = [statistics.fmean(column) for column in gathered(mine)]
         *flops, bandwidth, operator_s, _ = columns

@@ -156,6 +156,7 @@ def plan(
     else:
         assert script is not None
         profile = _of_script(script, arguments or [], request, where, times)
+        request = request.of_script(profile.lanes, profile.accumulate, profile.samples)
     found = search(profile, where, request)
     if json_file is not None:
         json_file.write_text(json.dumps(found.to_json(), indent=2) + "\n")

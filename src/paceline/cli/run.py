@@ -8,7 +8,7 @@ import difflib
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 import yaml
 
+from paceline.cli.monitor import check_packages
 from paceline.elastic.decisions import Rules
 from paceline.errors import LaunchError, WorldError
 from paceline.input_file import cause_of, one_line, open_input, read_short
@@ -141,6 +142,7 @@ GraceSeconds = Annotated[
     typer.Option(help="how long workers have to save and end after SIGTERM or Ctrl-C, before they are killed"),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="show what the script prints, and errors, alone")]
+Dashboard = Annotated[bool, typer.Option("--dashboard", help="show the job on a page for the browser while it lasts")]
 IsModule = Annotated[bool, typer.Option("-m", "--module", help="run a module, as python -m does")]
 Elastic = Annotated[
     bool,
@@ -303,6 +305,7 @@ def run(
     keep_memory: KeepMemory = True,
     grace_s: GraceSeconds = GRACE_S,
     quiet: Quiet = False,
+    dashboard: Dashboard = False,
     module: IsModule = False,
     elastic: Elastic = False,
     min_workers: MinWorkers = None,
@@ -333,6 +336,8 @@ def run(
     or server failed or hung, 2 wrong usage, 3 could not meet, 4 fewer than --min-workers left or the state lost once
     too often, 75 stopped on request, 128+n killed by signal n, 130 Ctrl-C, 143 SIGTERM.
     """
+    not_given = {"--workers": workers or num_processes, "--servers": servers, "--hosts": hosts}
+    _tell_of_options_behind(script, arguments or [], [name for name, value in not_given.items() if value is None])
     known = None if standalone else environment.launch_defaults()
     host_count = _host_count(hosts, host_rank, known)
     worker_count = _worker_count(_per_host(workers, num_processes, host_count), known)
@@ -361,10 +366,23 @@ def run(
         ),
     )
     _check_host(job)
-    raise typer.Exit(asyncio.run(supervise(job)))
+    with _dashboard() if dashboard else contextlib.nullcontext(None) as shows:
+        code = asyncio.run(supervise(job, shows))
+    raise typer.Exit(code)
 
 
 # -- from their values to a job ----------------------------------------------------------------------------------------
+
+
+def _tell_of_options_behind(script: str, arguments: Sequence[str], ours: Sequence[str]) -> None:
+    """What stands behind the script is the script's; somebody may have meant it for us."""
+    behind = [word for word in arguments if word.partition("=")[0] in ours]
+    if behind:
+        typer.echo(
+            f"paceline: {behind[0]} stands behind {script}, so it is given to the script. For paceline write it "
+            f"before: paceline run {behind[0]} … {script}",
+            err=True,
+        )
 
 
 def _rules(
@@ -406,6 +424,13 @@ def _with_mesh(settings: LaunchSettings, workers: int, tp: int | None, cp: int |
             f"--workers {max(1, workers // shared) * shared}"
         )
     return replace(settings, tp=tp, cp=cp)
+
+
+def _dashboard() -> contextlib.AbstractContextManager[Callable[[str], None]]:
+    check_packages("--dashboard")
+    from paceline.dashboard.process import attached
+
+    return attached()
 
 
 def _check_host(job: Job) -> None:

@@ -7,13 +7,15 @@
                                                             on a CPU what libraries take in a step
     communication                                           buffers of buckets, or of gathered units, under way
 
+On a GPU gradients are made as activations go, and not all are there at the worst moment; on a CPU their memory stays.
+
 On the CPU the workers of a host have one memory between them, so all of them have to fit; a GPU has its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from paceline.planner.model_profile import ModelProfile, PassProfile
 from paceline.planner.model_sizes import GRADIENT_BYTES
@@ -40,17 +42,19 @@ class Memory:
     temporary: int
     communication: int
     inputs: int = 0
+    later_gradients: int = 0  # that come after the worst moment; `gradients` are there by then
 
     @property
     def model_state(self) -> int:
-        return self.weights + self.gradients + self.master_weights + self.optimizer_state
+        return self.weights + self.gradients + self.later_gradients + self.master_weights + self.optimizer_state
 
     @property
     def peak(self) -> int:
-        return self.model_state + self.activations + self.temporary + self.communication + self.inputs
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        return asdict(self)
+        """At the worst moment."""
+        return {name: getattr(self, name) for name in PARTS}
 
 
 PARTS: Mapping[str, str] = {
@@ -88,15 +92,20 @@ def memory_of(
         on_host=on_host,
     )
     masters = held.optimizer_state * master // told.state if told.state else 0
+    later = 0
+    if sizes.backend == "nccl" and sizes.lanes == sizes.workers and sizes.accumulate == 1:
+        worst = step.worst_moment(held.gradients, [spec.elements for spec in model.specs])
+        later = min(held.gradients, step.saved_bytes + step.temporary_bytes + held.gradients - worst)
     return Memory(
         weights=held.parameters,
-        gradients=held.gradients,
+        gradients=held.gradients - later,
         master_weights=masters,
         optimizer_state=held.optimizer_state - masters,
         activations=step.saved_bytes,
         temporary=step.temporary_bytes + (0 if sizes.backend == "nccl" else LIBRARIES_BYTES),
         communication=communication_bytes(strategy.name, model, step, sizes),
         inputs=step.input_bytes,
+        later_gradients=later,
     )
 
 

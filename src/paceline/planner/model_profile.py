@@ -19,7 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -50,6 +50,7 @@ class Stretch:
 
     work: Work
     ready: tuple[int, ...]
+    peak_bytes: int = 0  # of results that are alive, without gradients that are final
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class PassProfile:
     peak_bytes: int
     input_bytes: int
     read_again: frozenset[int]
+    forward_peak_bytes: int = 0
     used: tuple[int, ...] = ()  # parameters in the order in which forward reads them first
     measured_s: float | None = None  # a pass on the real machine, where there was one
 
@@ -88,6 +90,15 @@ class PassProfile:
     def temporary_bytes(self) -> int:
         """Beyond what is saved, at the worst moment."""
         return max(0, self.peak_bytes - self.saved_bytes)
+
+    def worst_moment(self, gradients: int, elements: Sequence[int]) -> int:
+        """Bytes of results and gradients together: gradients come while activations go. `elements` by parameter."""
+        whole, there = max(1, sum(elements)), 0
+        worst = max(gradients, self.forward_peak_bytes)
+        for stretch in self.backward:
+            worst = max(worst, stretch.peak_bytes + gradients * there // whole)
+            there += sum(elements[number] for number in stretch.ready)
+        return worst
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,8 @@ class ModelProfile:
     blocks: str = ""  # what checkpointing would make again; empty: the model has no blocks
     update: str = "AdamW"
     samples: int = 0  # of the micro-batch that was given
+    lanes: int = 1  # that a script has when it runs alone
+    accumulate: int = 1
     unit: str = "samples/s"
     units_per_sample: int = 1
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -143,7 +156,7 @@ class PassRecorder:
         self._memory: dict[int, tuple[int, Any]] = {}  # by id of a storage: its bytes, and who hears of its end
         self._known: dict[int, tuple[Any, int | None]] = {}  # storages of the model and the batch: (it, a parameter)
         self._gradients: set[int] = set()
-        self._alive = self._peak = 0
+        self._alive = self._peak = self._recent_peak = 0  # the last since a gradient was final
         self._forward: Work = Counter()
         self._stretches: list[Stretch] = []
         self._work: Work = self._forward
@@ -184,7 +197,7 @@ class PassRecorder:
         return batch
 
     def backward(self, loss: Tensor, samples: int) -> PassProfile:
-        saved = sum(self._saved.values())
+        saved, forward_peak, self._recent_peak = sum(self._saved.values()), self._peak, self._alive
         self._work, self._in_backward = Counter(), True
         hooks = [p.register_post_accumulate_grad_hook(self._final) for p in self._trained]  # type: ignore[no-untyped-call]
         try:
@@ -195,7 +208,7 @@ class PassRecorder:
             for parameter in self._trained:
                 parameter.grad = None
         if self._work:
-            self._stretches.append(Stretch(self._work, ()))
+            self._stretches.append(Stretch(self._work, (), self._recent_peak))
         return PassProfile(
             samples=samples,
             forward=self._forward,
@@ -204,6 +217,7 @@ class PassRecorder:
             peak_bytes=self._peak,
             input_bytes=sum(self._inputs.values()),
             read_again=frozenset(self._read_again),
+            forward_peak_bytes=forward_peak,
             used=tuple(self._used),
         )
 
@@ -216,10 +230,10 @@ class PassRecorder:
                 self._alive -= self._memory[id(storage)][0]
         if self._stretches and not self._work:
             last = self._stretches.pop()
-            self._stretches.append(Stretch(last.work, (*last.ready, number)))
+            self._stretches.append(replace(last, ready=(*last.ready, number)))
         else:
-            self._stretches.append(Stretch(self._work, (number,)))
-        self._work = Counter()
+            self._stretches.append(Stretch(self._work, (number,), self._recent_peak))
+        self._work, self._recent_peak = Counter(), self._alive
 
     def _know(self, tensor: Tensor, parameter: int | None) -> None:
         if self._mode is not None and not is_fake(tensor):
@@ -272,7 +286,7 @@ class PassRecorder:
                 continue
             self._memory[key] = size, weakref.ref(storage, lambda _, key=key: self._freed(key))  # type: ignore[misc]
             self._alive += size
-            self._peak = max(self._peak, self._alive)
+            self._peak, self._recent_peak = max(self._peak, self._alive), max(self._recent_peak, self._alive)
 
     def _freed(self, key: int) -> None:
         size, _ = self._memory.pop(key)

@@ -13,7 +13,7 @@ from paceline.sharding.bucket import GradientSpec
 
 _PLAIN = (
     "name", "names", "frozen_bytes", "buffer_bytes", "state_bytes", "units", "how", "blocks", "update", "samples",
-    "unit", "units_per_sample",
+    "unit", "units_per_sample", "lanes", "accumulate",
 )  # fmt: skip
 
 
@@ -30,9 +30,10 @@ def to_json(profile: ModelProfile) -> dict[str, Any]:
 def _pass(one: PassProfile) -> dict[str, Any]:
     return {
         "forward": _work(one.forward),
-        "backward": [[_work(stretch.work), list(stretch.ready)] for stretch in one.backward],
+        "backward": [[_work(stretch.work), list(stretch.ready), stretch.peak_bytes] for stretch in one.backward],
         "saved_bytes": one.saved_bytes,
         "peak_bytes": one.peak_bytes,
+        "forward_peak_bytes": one.forward_peak_bytes,
         "input_bytes": one.input_bytes,
         "read_again": sorted(one.read_again),
         "used": list(one.used),
@@ -59,11 +60,12 @@ def _pass_of(told: Mapping[str, Any]) -> PassProfile:
     return PassProfile(
         samples=told["variant"][0],
         forward=_work_of(told["forward"]),
-        backward=tuple(Stretch(_work_of(work), tuple(ready)) for work, ready in told["backward"]),
+        backward=tuple(Stretch(_work_of(work), tuple(ready), peak) for work, ready, peak in told["backward"]),
         saved_bytes=told["saved_bytes"],
         peak_bytes=told["peak_bytes"],
         input_bytes=told["input_bytes"],
         read_again=frozenset(told["read_again"]),
+        forward_peak_bytes=told["forward_peak_bytes"],
         used=tuple(told["used"]),
         measured_s=told["measured_s"],
     )

@@ -56,13 +56,13 @@ def write_residuals(
     folder: Path, about: Mapping[str, Any], measured: Mapping[str, float], formula: Mapping[str, float]
 ) -> None:
     """`about`: strategy, workers, precision, accumulate; `formula`: what is predicted without a plan."""
-    predicted = dict(formula) | _of_plan(folder / PLAN, about)
+    predicted = dict(formula) | of_plan(folder / PLAN, about)
     told = {"kind": "paceline residuals", "about": dict(about), "predicted": predicted, "measured": dict(measured)}
     (folder / FILE_NAME).write_text(json.dumps(told, indent=2) + "\n")
 
 
-def _of_plan(path: Path, about: Mapping[str, Any]) -> dict[str, float]:
-    """Of the row of a plan that is how the run was set; nothing where there is none."""
+def of_plan(path: Path, about: Mapping[str, Any]) -> dict[str, float]:
+    """Of the row of a plan that is how the run was set, as far as `about` tells; nothing where there is none."""
     if not path.exists():
         return {}
     try:
@@ -70,7 +70,7 @@ def _of_plan(path: Path, about: Mapping[str, Any]) -> dict[str, float]:
         rows = [*plan["fitting"], *plan["too_large"]] if plan["workers"] == about["workers"] else []
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} is no plan ({error}); make it with paceline plan --json {path}") from error
-    wanted = {name: about[name] for name in ("strategy", "precision", "accumulate")}
+    wanted = {name: about[name] for name in ("strategy", "precision", "accumulate") if name in about}
     found = next((row for row in rows if wanted.items() <= row.items()), None)
     if found is None:
         return {}

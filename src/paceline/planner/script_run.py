@@ -65,9 +65,9 @@ def profile_script(
         if out.exists():
             return from_json(input_file.read_json(out)), why
     raise ConfigError(
-        f"{script} could not be profiled. On fake tensors: {why}. For real: {again}. It has to train with an Engine: "
-        "engine.prepare(model, optimizer, loader), a loop over the loader and engine.backward(loss); for a Trainer "
-        "give --model module:function"
+        f"{script} could not be profiled. On fake tensors: {why}. For real: {again}. What can be: a loop over one "
+        "loader of engine.prepare(model, optimizer, loader), with engine.backward(loss); otherwise give --model "
+        "module:function"
     )
 
 

@@ -11,7 +11,7 @@ micro-batch is accumulated more often. Strategies that train other numbers than 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,18 @@ class Request:
             raise ConfigError(f"--per-host {self.per_host}: {self.workers} workers don't fill hosts of that size")
         if self.lanes and self.lanes < self.workers:
             raise ConfigError(f"--lanes {self.lanes}: fewer than {self.workers} workers leave some without work")
+
+    def of_script(self, lanes: int, accumulate: int, samples: int) -> Request:
+        """With the lanes and the global batch that a script fixes, where no others are asked for."""
+        lanes = self.lanes or (lanes if lanes > 1 else 0)  # one is what it has where it says nothing
+        if 0 < lanes < self.workers:
+            raise ConfigError(
+                f"the script has {lanes} lanes, so {self.workers} workers would leave some without work; plan for at "
+                f"most {lanes}, or change Engine(lanes=…)"
+            )
+        return replace(
+            self, lanes=lanes, global_batch=self.global_batch or (lanes or self.workers) * accumulate * samples
+        )
 
     @property
     def on_host(self) -> int:
