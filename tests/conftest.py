@@ -3,12 +3,15 @@
     unit       one process (and its loader's); what has no other group is a unit test, so nobody writes this one
     workers    forks workers from the preloaded parent of tests/workers.py
     job        starts `paceline run` or another command: real processes, kills, network namespaces
+    beside     a job that may run beside another: no time limit, nothing that the machine has once
+    browser    opens the page of `paceline monitor` in chromium: `make test-browser`
     slow       left out of `make test`, for its length alone
     smoke      in `make test` whatever its group: each promise once
     product    also has a full product of combinations, which `make bits` runs
 
 pytest itself leaves nothing out: `pytest` runs all groups, and a file or test that is named runs whole. The Makefile
-chooses with `-m`: `make test` runs the smoke tests and the quick unit tests, `make test-rest` exactly the others.
+chooses with `-m`: `make test` runs the smoke tests and the quick unit tests, `make test-rest` exactly the others but
+for those in a browser.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import pytest
 
 from tests import workers
 
-PROCESSES = ("workers", "job")
+PROCESSES = ("workers", "job", "browser")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

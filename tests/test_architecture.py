@@ -30,7 +30,7 @@ def test_files_that_are_named_are_there(file: str) -> None:
 
 
 def test_classes_and_methods_that_are_named_are_there() -> None:
-    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    code = "\n".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py"))
     for name, member in NAMES:
-        assert re.search(rf"\b(class {name}\b|{name} = )", code), name
+        assert re.search(rf"\b(class {name}\b|{name}(: [^=\n]*)? = )", code), name
         assert not member or re.search(rf"def {member}\(|self\.{member}\b", code), f"{name}.{member}"

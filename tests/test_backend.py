@@ -42,6 +42,15 @@ def test_registering_loads_nothing_else_of_paceline() -> None:
     assert done.stdout.strip() == "['paceline', 'paceline.backend']", done.stderr
 
 
+def test_importing_the_package_imports_nothing_heavy_and_an_engine_not_the_compiler() -> None:
+    done = run(
+        "import paceline, sys; print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy'}))"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+    done = run("from paceline import Engine; import sys; print('torch._dynamo' in sys.modules)")
+    assert done.stdout.strip() == "False", done.stderr
+
+
 def test_torch_is_imported_where_paceline_is_broken_and_a_group_says_so_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     script = """

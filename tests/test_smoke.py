@@ -1,4 +1,4 @@
-"""Which tests run when: a named file runs whole, `make test` and `make test-rest` share all, no promise is left out."""
+"""Which tests run when: a named file runs whole, the targets of `make` share all, no promise is left out."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ def test_long(): pass
 @pytest.mark.workers
 def test_workers(): pass
 @pytest.mark.job
+@pytest.mark.beside
+def test_beside(): pass
+@pytest.mark.browser
+def test_browser(): pass
+@pytest.mark.job
 @pytest.mark.parametrize("case", [pytest.param(1, marks=pytest.mark.smoke), 2])
 def test_job(case): pass
 """
-ALL = {"test_unit", "test_long", "test_workers", "test_job[1]", "test_job[2]"}
+ALL = {"test_unit", "test_long", "test_workers", "test_job[1]", "test_job[2]", "test_beside", "test_browser"}
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     """Tests of every kind, with the real conftest, and without plugins, whose imports take seconds."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
-    markers = [f"{name}: {name}" for name in ("unit", "workers", "job", "slow", "smoke")]
+    markers = [f"{name}: {name}" for name in ("unit", "workers", "job", "beside", "browser", "slow", "smoke")]
     pytester.makeini("[pytest]\nmarkers =\n  " + "\n  ".join(markers))
     pytester.makepyfile(test_some=TESTS)
     return pytester
@@ -54,12 +59,16 @@ def test_a_file_that_is_named_runs_whole(project: pytest.Pytester) -> None:
     assert ran(project, "test_some.py::test_job") == {"test_job[1]", "test_job[2]"}
 
 
-def test_what_make_test_leaves_out_is_what_make_test_rest_runs(project: pytest.Pytester) -> None:
-    found = re.search(r"^QUICK := (.+)$", MAKEFILE.read_text(), re.MULTILINE)
-    assert found is not None
-    quick, rest = ran(project, "-m", found[1]), ran(project, "-m", f"not ({found[1]})")
+def test_every_test_runs_once_in_make_test_or_make_test_rest_or_make_test_browser(project: pytest.Pytester) -> None:
+    text = MAKEFILE.read_text()
+    names = dict(re.findall(r"^(QUICK|BESIDE) := (.+)$", text, re.MULTILINE))
+    found = re.findall(r'pytest -m "([^"]+)"', text)
+    chosen = [re.sub(r"\$\((\w+)\)", lambda name: names[name[1]], one) for one in found]
+    assert len(chosen) == 3
+    quick, *rest = (ran(project, "-m", one) for one in [*chosen, "browser"])
     assert quick == {"test_unit", "test_job[1]"}
-    assert rest == ALL - quick
+    assert rest == [{"test_long", "test_workers", "test_beside"}, {"test_job[2]"}, {"test_browser"}]
+    assert set().union(quick, *rest) == ALL
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import secrets
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -47,9 +49,12 @@ def worlds(size: int, servers: int = 0) -> list[World]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the kernel gives to connections: one of them could have it before a worker listens there."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_workers(

@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline import compression, data, errors, hooks
+    from paceline import compression, context_parallel, data, errors, hooks, strategies, tracking, trainer
+    from paceline.engine.activation_checkpointing import ActivationCheckpointing
     from paceline.engine.compilation import Compile
     from paceline.engine.engine import Engine
     from paceline.engine.stop_signals import StoppedOnRequest
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
     from paceline.trainer.chunked_loss import linear_cross_entropy
     from paceline.trainer.trainer import Trainer
     from paceline.trainer.training_arguments import TrainingArguments
+    from paceline.world.environment import read_world
     from paceline.world.world import World
 
 __version__ = "0.1.0"
 __all__ = [
+    "ActivationCheckpointing",
     "Compile",
     "EarlyStoppingCallback",
     "Engine",
@@ -35,15 +38,21 @@ __all__ = [
     "World",
     "__version__",
     "compression",
+    "context_parallel",
     "data",
     "errors",
     "hooks",
     "linear_cross_entropy",
     "notebook_launcher",
+    "read_world",
+    "strategies",
+    "tracking",
+    "trainer",
 ]
 
 
 _WHERE = {
+    "ActivationCheckpointing": "paceline.engine.activation_checkpointing",
     "Compile": "paceline.engine.compilation",
     "EarlyStoppingCallback": "paceline.trainer",
     "Engine": "paceline.engine.engine",
@@ -57,8 +66,9 @@ _WHERE = {
     "World": "paceline.world.world",
     "linear_cross_entropy": "paceline.trainer.chunked_loss",
     "notebook_launcher": "paceline.launch.notebook",
+    "read_world": "paceline.world.environment",
 }
-_MODULES = ("compression", "data", "errors", "hooks")
+_MODULES = ("compression", "context_parallel", "data", "errors", "hooks", "strategies", "tracking", "trainer")
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,10 @@
     ├── PeerLostError         another worker left, died or fell silent
     ├── GenerationEnded       likewise in an elastic job, which goes on: a loop never sees it
     └── CheckpointError       a state that can't be saved or loaded
+        └── StateLostError    in an elastic job, a part of the state of which no copy is left
 
-The text is for the person awake at 3 a.m.: where, what was expected, what came, what to do.
+The text is for the person awake at 3 a.m.: where, what was expected, what came, what to do. Each class has a section in
+docs/troubleshooting.md, which `error.see` names.
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ from __future__ import annotations
 
 class PacelineError(Exception):
     """The root of the tree; catch it to catch everything paceline raises on purpose."""
+
+    @property
+    def see(self) -> str:
+        """The section of the documentation that has the usual causes, and what to do about each."""
+        drawn = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return f"docs/troubleshooting.md#{drawn.__name__.lower()}"
 
 
 class WorldError(PacelineError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from datetime import timedelta
 from functools import reduce
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -286,6 +287,36 @@ def rename_default_group(backend: str) -> None:
     _world.pg_backend_config[group] = "cpu:gloo,cuda:nccl" if backend == "nccl" else f"cpu:{backend}"
 
 
+_gloo_options: Any = resolve("torch.distributed:ProcessGroupGloo._Options", "the gloo backend")
+_coalescing: Any = resolve("torch.distributed:ProcessGroup._start_coalescing", "messages to several workers at once")
+
+
+def gloo_options(address: str, timeout: timedelta, threads: int) -> Any:
+    """Without an address gloo listens on whatever the host name resolves to, which may be any interface."""
+    options = _gloo_options()
+    options._timeout, options._threads = timeout, threads
+    options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=address)]
+    return options
+
+
+def started_as_one(group: Any, device: torch.device, start: Callable[[], None]) -> Any:
+    """The work of all operations that `start` begins."""
+    require(_coalescing)
+    group._start_coalescing(device)
+    start()
+    return group._end_coalescing(device)
+
+
+flight_record: Callable[..., str | bytes] = resolve(
+    "torch._C._distributed_c10d:_dump_fr_trace_json", "torch's flight recorder"
+)
+
+
+def let_wait(group: Any, timeout: timedelta) -> None:
+    """A group that was built with another timeout: ours, torch's own, and torch's before it had `set_timeout`."""
+    (getattr(group, "set_timeout", None) or group._set_default_timeout)(timeout)
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 _HOOKS = "hooks on the step of a sharded optimizer"
@@ -300,4 +331,5 @@ OPTIMIZER_HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 STEP_WAS_CALLED = "_opt_called"  # an attribute that schedulers look for, to see that optimizer.step() came before them
+WRAPPED_BY_SCHEDULER = "_wrapped_by_lr_sched"  # an attribute of a step() that a scheduler has wrapped, for its check
 SCALES_BY_ITSELF = "_step_supports_amp_scaling"  # an attribute that torch's GradScaler asks an optimizer for

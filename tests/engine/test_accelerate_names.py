@@ -43,6 +43,11 @@ def test_gradient_accumulation_steps_are_micro_batches() -> None:
         ({"acumulate": 2}, r"Engine\(acumulate=…\) is not known; did you mean accumulate=\?"),
         ({"cpu": True}, "cpu=…. is not known; write device='cpu'"),
         ({"split_batch": True}, "if split_batches is meant: write global_batch_size="),
+        (
+            {"devices": 8},
+            "devices=…. is not known; leave it out: `paceline run --workers N script.py` starts the workers",
+        ),
+        ({"zero_stage": 2}, "write strategy='zero1', 'zero2' or 'zero3'"),
         ({"zzz": 1}, r"Engine\(zzz=…\) is not known; docs/concepts/loop.md lists what there is"),
     ],
 )
@@ -67,6 +72,9 @@ def test_arguments_that_are_not_known_are_refused_with_what_to_write(given: dict
         ("prepare_data_loader", r"to engine\.prepare"),
         ("setup_dataloaders", r"to engine\.prepare"),
         ("is_global_zero", r"write engine\.is_main_process"),
+        ("log_dict", r"use engine\.log\(values\)"),
+        ("save_checkpoint", r"use engine\.save_state\(folder\)"),
+        ("module", "use the model: `prepare` wraps nothing"),
     ],
 )
 def test_a_name_that_is_not_known_answers_with_what_to_write(name: str, told: str) -> None:

@@ -55,8 +55,17 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("make", "has_mask"), [(llama, False), (gpt2, False), (bert, False), (mistral, True)])
+MODELS = [(llama, False), (gpt2, False), (bert, False), (mistral, True)]
+
+
+@pytest.mark.parametrize(
+    ("make", "has_mask", "compiled"),
+    [
+        *((*model, False) for model in MODELS),
+        *(pytest.param(*model, True, marks=pytest.mark.slow) for model in MODELS[1:]),
+        (*MODELS[0], True),
+    ],
+)
 def test_a_batch_without_padding_needs_no_mask_unless_the_model_looks_back_a_few_tokens(
     make: Callable[[], nn.Module], has_mask: bool, compiled: bool, masks: list[bool]
 ) -> None:

@@ -17,7 +17,7 @@ from paceline import Engine, LossScale, World
 from paceline.compression import Compression, PowerSgd, TopK
 from paceline.errors import CheckpointError, ConfigError
 from paceline.sharding.local_shard import LocalShard
-from paceline.strategies.server import BoundedDelay, BoundedStaleness, ParameterServer
+from paceline.strategies import BoundedDelay, BoundedStaleness, ParameterServer
 
 WAYS: dict[str, Any] = {
     "int8": "int8",

@@ -346,7 +346,7 @@ class Group:
     size = 1
     abandoned = False
 
-    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Any]:
+    def all_gather(self, tensor: Tensor, doing: str = "") -> tuple[Tensor, Any]:
         return tensor.unsqueeze(0), self
 
     def wait_for_vote(self, votes: Any) -> None:

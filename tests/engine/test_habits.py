@@ -6,6 +6,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from itertools import islice
@@ -557,6 +558,36 @@ def test_a_number_that_forward_counts_is_told() -> None:
         objects = engine.prepare(model, adam(model), DataLoader(vectors(), batch_size=4))
         with pytest.warns(UserWarning, match=r"forward of Keeps changes the number 'calls': .* this worker's items"):
             run(engine, *objects)
+
+
+@pytest.mark.parametrize("way", ["every second batch", "in every item", "by sync_gradients"])
+def test_a_loop_that_accumulates_by_hand_is_told(way: str) -> None:
+    with Engine(world=World(), lanes=4, threads=1) as engine:
+        plain = net()
+        model, optimizer, loader = engine.prepare(plain, adam(plain), DataLoader(vectors(), batch_size=4))
+        told = r"step\(\) was not called after every engine.backward\(\) of step 1\. .*Engine\(accumulate=k\)"
+        with pytest.warns(UserWarning, match=told) if way == "every second batch" else nullcontext():
+            for number, (x, y) in enumerate(loader):
+                engine.backward(F.mse_loss(model(x), y) / 2)
+                every = engine.sync_gradients if way == "by sync_gradients" else way != "every second batch"
+                if every or number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("changed", ["in every item", "in every step"])
+def test_a_number_of_a_module_that_the_body_changes_is_told_unless_it_does_so_between_steps(changed: str) -> None:
+    with Engine(world=World(), lanes=2, threads=1) as engine:
+        plain = nn.Sequential(net(), nn.Dropout(0.5))
+        model, optimizer, loader = engine.prepare(plain, adam(plain), DataLoader(vectors(), batch_size=4))
+        told = "number '1.p' of Dropout is changed in the loop's body inside a step"
+        with pytest.warns(UserWarning, match=told) if changed == "in every item" else nullcontext():
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                if engine.stepped or changed == "in every item":
+                    model[1].p *= 0.9
 
 
 class LeavesThings(nn.Module):

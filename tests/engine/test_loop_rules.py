@@ -123,6 +123,44 @@ def test_a_prepared_scheduler_steps_with_the_optimizer(scheduler_first: bool) ->
         assert schedule.get_last_lr() == [0.25]
 
 
+def test_a_scheduler_that_was_not_prepared_may_not_count_items() -> None:
+    with Engine(lanes=4) as engine:
+        model, optimizer, loader = prepared(engine)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4)  # its rate changes between steps alone
+        with pytest.raises(LoopError, match=r"count of a StepLR changed inside step 1 .*Hand the scheduler to"):
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                schedule.step()
+
+
+def test_a_scheduler_that_was_not_prepared_may_count_steps_and_epochs() -> None:
+    with Engine(lanes=4) as engine:
+        model, optimizer, loader = prepared(engine)
+        steps, epochs = (torch.optim.lr_scheduler.StepLR(optimizer, 4) for _ in range(2))
+        for _ in range(2):
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                if engine.stepped:
+                    steps.step()
+            epochs.step()
+        assert (steps.last_epoch, epochs.last_epoch, engine.step) == (4, 2, 4)
+
+
+def test_an_item_knows_its_lane() -> None:
+    with Engine(lanes=4) as engine:
+        model, optimizer, loader = prepared(engine, samples=16)
+        assert engine.lane is None
+        lanes = []
+        for x, y in loader:
+            lanes.append(engine.lane)
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+        assert lanes == [0, 1, 2, 3]
+        assert engine.lane is None
+
+
 def test_a_learning_rate_changed_inside_a_step_is_an_error() -> None:
     with Engine(lanes=4) as engine:
         model, optimizer, loader = prepared(engine)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,9 +87,10 @@ def test_hosts_of_the_same_name_do_not_share_their_memory(hosts: int) -> None:
 
 @pytest.mark.workers
 def test_workers_of_one_group_share_its_limit(group: Path) -> None:
+    (group / "memory.limit_in_bytes").write_text(str(62 * 2**20))  # both are in it, with what Python and gloo take
     results = run_workers(prepares, 2, strategy="ddp", group=str(group), all_together=True)
     for result in results:
-        assert "the limit is 0.05 GiB for 2 workers" in str(result.error), result.traceback
+        assert "the limit is 0.06 GiB for 2 workers" in str(result.error), result.traceback
         assert "Instead: strategy='zero3' needs at least 3 workers of this size" in str(result.error)
 
 
@@ -134,6 +136,27 @@ def test_what_has_everything_once_per_lane_may_fit_on_more_workers(kib: int, tex
     assert fit.held(fit.chosen) == 10_000 * (4 + 2 * 16)
     assert not fit.fits
     assert text in fit.advice()
+
+
+@pytest.mark.parametrize(
+    ("offload", "model", "device", "host"),
+    [
+        ("optimizer", Model(10_000), 4 + 4, 8 + 4 + 4),  # Adam's state, a master and a gradient
+        ("optimizer", Model.mixed(10_000), 2 + 2, 12 + 2),
+        ("parameters", Model(10_000), 0, 8 + 4 + 4),  # a shard in fp32 is its own master
+        ("parameters", Model.mixed(10_000), 0, 12 + 2 + 2),
+    ],
+)
+def test_what_is_offloaded_counts_on_the_host(offload: Any, model: Model, device: int, host: int) -> None:
+    """A parameter's bytes, on one worker."""
+    limit = MemoryLimit(10_000 * host * 2 - 1, "the host's")
+    sizes = {"workers": 1, "lanes": 1, "accumulate": 1, "per_host": 1, "on_host": 1}
+    fit = memory_check.Fit(choose("fsdp"), model, MemoryLimit(2**30, "cuda:0"), sharers=1, **sizes, offload=offload)
+    assert (fit.held(fit.chosen), fit.offloaded) == (10_000 * device, 10_000 * host)
+    assert replace(fit, host_limit=limit).fits_host
+    crowded = replace(fit, host_limit=limit, host_sharers=2)
+    assert not crowded.fits_host
+    assert f"offload={offload!r} does not fit" in crowded.told_of_host()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ import transformers
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
-from paceline import Engine
+from paceline import Engine, World
 from paceline.engine.evaluation import EvaluationLoader
 from paceline.engine.loop import PreparedLoader
 from paceline.errors import ConfigError
 from tests.engine.loops import vectors
+from tests.workers import run_workers
 
 
 class Endless(IterableDataset[Any]):
@@ -171,9 +174,107 @@ def test_a_number_of_steps_that_may_be_chosen_is_only_spoken_of(capsys: pytest.C
     assert "OneCycleLR" not in capsys.readouterr().out
 
 
+def test_who_asks_for_the_steps_and_counts_batches_all_the_same_is_told() -> None:
+    def in_batches(loader: Any) -> int:
+        assert engine.steps_per_epoch(loader) == 16
+        return 3 * len(loader)
+
+    with Engine(lanes=4) as engine, pytest.raises(ConfigError, match=r"183 steps, 3 × len\(loader\), but"):
+        prepares("CosineAnnealingLR", engine, in_batches, batches=61)
+
+
+def test_where_it_may_be_as_many_epochs_the_epochs_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def asked(loader: Any) -> int:
+        return 12 * engine.steps_per_epoch(loader)  # as many as 3 × len(loader)
+
+    with Engine(lanes=4) as engine:
+        prepares("CosineAnnealingLR", engine, asked)
+    assert "the CosineAnnealingLR is made for 180 steps, 12 epochs\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer, batches: schedules.StepLR(optimizer, batches),
+        lambda optimizer, batches: schedules.MultiStepLR(optimizer, [7, 2 * batches]),
+        lambda optimizer, batches: schedules.CosineAnnealingWarmRestarts(optimizer, batches),
+    ],
+)
+def test_a_schedule_that_changes_after_so_many_batches_is_refused(make: Callable[[Any, int], Any]) -> None:
+    with Engine(lanes=2) as engine, pytest.raises(ConfigError, match=r"60 steps|120 steps, 2 × len\(loader\)"):
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(vectors(240), batch_size=4)
+        engine.prepare(model, optimizer, loader, make(optimizer, len(loader)))
+
+
+def divided(world: World) -> tuple[int, int, str]:
+    """Steps of an epoch before and after `prepare`, and what is said of a schedule over the sampler's own batches."""
+    with Engine(world=world, lanes=4, threads=1) as engine:
+        model, data = nn.Linear(8, 1), vectors(800)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = DistributedSampler(data, num_replicas=world.size, rank=world.rank)
+        loader = DataLoader(data, batch_size=4, sampler=sampler)
+        batches, before = len(loader), engine.steps_per_epoch(loader)
+        model, optimizer, prepared = engine.prepare(model, optimizer, loader)
+        after = engine.steps_per_epoch(prepared)
+    with Engine(world=world, lanes=4, threads=1) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            engine.prepare(model, optimizer, loader, schedules.CosineAnnealingLR(optimizer, 5 * batches))
+        except ConfigError as error:
+            return before, after, str(error)
+    return before, after, ""
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_distributed_sampler_changes_no_steps_and_hides_no_schedule(workers: int) -> None:
+    for result in run_workers(divided, workers):
+        assert result.error is None, result.traceback
+        before, after, told = result.value
+        assert (before, after) == (50, 50)
+        assert "5 × len(loader), but" in told
+
+
 def test_the_steps_of_what_has_none_are_refused() -> None:
     with Engine() as engine:
         with pytest.raises(ConfigError, match="takes the loader that trains, prepared or not, not list"):
             engine.steps_per_epoch([1])
         with pytest.raises(ConfigError, match="a stream that has no length"):
             engine.steps_per_epoch(DataLoader(Endless(), batch_size=4))
+
+
+SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
+    lambda optimizer: schedules.StepLR(optimizer, 2, 0.5),
+    lambda optimizer: schedules.LambdaLR(optimizer, [float]),
+    lambda optimizer: schedules.ReduceLROnPlateau(optimizer, patience=1),
+    lambda optimizer: schedules.SequentialLR(
+        optimizer, [schedules.LinearLR(optimizer), schedules.CosineAnnealingLR(optimizer, 9)], [3]
+    ),
+    lambda optimizer: transformers.get_cosine_schedule_with_warmup(optimizer, 2, 9),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # no step has been made
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_the_state_of_a_prepared_scheduler_is_saved_and_loaded_by_hand(
+    make: Callable[[torch.optim.Optimizer], Any], tmp_path: Path
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = make(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    with Engine(lanes=1) as engine:
+        *_, scheduler = engine.prepare(model, optimizer, DataLoader(vectors(8), batch_size=4), make(optimizer))
+        assert (type(scheduler).__name__, isinstance(scheduler, type(own))) == (type(own).__name__, True)
+        for one in (scheduler, own):
+            one.step(*([1.0] if isinstance(one, schedules.ReduceLROnPlateau) else []))
+        state, expected = scheduler.state_dict(), own.state_dict()
+        assert state.keys() == expected.keys()
+        assert state["_last_lr"] == expected["_last_lr"]
+        if not isinstance(own, schedules.LambdaLR | schedules.SequentialLR):  # they keep functions, and schedulers
+            torch.save(state, tmp_path / "scheduler.pt")
+            own.load_state_dict(torch.load(tmp_path / "scheduler.pt", weights_only=True))
+            assert own.state_dict() == state
+        assert type(copy.copy(scheduler)) is type(own)
+    assert type(scheduler) is type(own)

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.engine import config as arguments
 from paceline.errors import ConfigError
-from paceline.optim.offload import Offload, check_offload
+from paceline.optim import offload as offloading
+from paceline.optim.offload import HostMemory, Offload, check_offload
 from tests.bits.programs import gan, gpt, wide
 from tests.strategies.test_zero import CountingLion, trains
 from tests.workers import hashes, run_workers
@@ -122,3 +123,27 @@ def test_a_gradient_lands_and_a_master_goes_back_rounded() -> None:
     way.give([part], [here])
     way.finish()
     assert torch.equal(part.cpu(), here.bfloat16())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pinned_memory_is_cut_from_slabs_and_little_of_it_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slabs are powers of two, which torch's allocator does not round up; no tensor lies in another."""
+    asked: list[int] = []
+
+    def plain(size: int) -> torch.Tensor:
+        asked.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(offloading, "_pinned_bytes", plain)
+    monkeypatch.setattr(offloading, "LARGEST_SLAB", 2**16)
+    random, memory = torch.Generator().manual_seed(seed), HostMemory(pinned=True)
+    sizes = torch.randint(1, 4096, (60,), generator=random).tolist()
+    dtypes = [(torch.float32, torch.bfloat16)[number % 2] for number in range(60)]
+    tensors = [memory.empty(size, dtype).fill_(n) for n, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))]
+    for number, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+        assert tensor.shape == (size,)
+        assert tensor.data_ptr() % 16 == 0
+        assert (tensor == number).all()
+    assert all(size & (size - 1) == 0 for size in asked)
+    used = sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True))
+    assert sum(asked) <= 1.1 * used + 2**16

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 import pytest
+from torch import nn
 
 from paceline import Engine, World
 from paceline.errors import ConfigError
@@ -14,6 +15,7 @@ from paceline.optim.precision import DTYPES
 from paceline.sharding.footprint import Model
 from paceline.strategies import registry
 from paceline.strategies.ddp import DdpConfig
+from paceline.strategies.fsdp.fsdp import FsdpConfig
 from paceline.strategies.registry import STRATEGIES, Registered, choose, register, synchronous_strategies
 from paceline.strategies.star import StarConfig
 from paceline.strategies.zero.zero2 import Zero2Config
@@ -24,6 +26,11 @@ def test_a_name_means_the_strategy_with_its_defaults() -> None:
     assert choose("star").config == StarConfig()
     assert choose("star") == choose(StarConfig())
     assert str(choose("ddp")) == "ddp"
+
+
+def test_classes_among_the_settings_are_shown_by_name() -> None:
+    assert str(choose(FsdpConfig(units=(nn.Linear, nn.Embedding)))) == "fsdp units=Linear,Embedding"
+    assert str(choose(FsdpConfig(units=nn.Linear))) == "fsdp units=Linear"
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:

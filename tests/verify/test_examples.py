@@ -9,6 +9,8 @@ import pytest
 from tests.examples.running import EXAMPLES
 from tests.verify.running import verified
 
+pytestmark = pytest.mark.beside
+
 IN_FOLDER = {
     "hello.py": [],
     "resume.py": ["--samples", "2000", "--run-dir", "{folder}"],

@@ -12,6 +12,8 @@ from paceline.verify import report
 from paceline.verify.comparison import first_difference
 from tests.verify.running import PLANTED, verified
 
+pytestmark = pytest.mark.beside
+
 
 @dataclass(frozen=True)
 class Found:

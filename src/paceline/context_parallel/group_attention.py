@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import causal_lower_right
 
 from paceline.context_parallel.sequence_split import SequenceSplit
 from paceline.errors import ConfigError
@@ -85,6 +84,8 @@ def _lower_right(queries: int, keys: int) -> Tensor:
     It is a tensor on the host all the same, of memory that is never touched. Deterministic algorithms would fill it:
     230 ms for 8,192 queries and 32,768 keys, where attention and its backward take 34 ms (H200).
     """
+    from torch.nn.attention.bias import causal_lower_right  # torch._dynamo with it: a second, for whoever only imports
+
     deterministic: Any = torch.utils.deterministic
     before = deterministic.fill_uninitialized_memory
     deterministic.fill_uninitialized_memory = False

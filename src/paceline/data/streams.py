@@ -219,7 +219,8 @@ class StreamLoader:
         else:
             what = "has fewer shards than lanes" if self._too_few else "is not split"
             how = f"a stream that {what}: every worker reads all of it and keeps its lanes' samples"
-        return f"up to {self._assignment.lanes} lanes × {self._assignment.accumulate} micro-batches × {size}", how
+        pieces = "1 micro-batch" if self._assignment.accumulate == 1 else f"{self._assignment.accumulate} micro-batches"
+        return f"up to {self._assignment.lanes} lanes × {pieces} × {size}", how
 
     # -- items -------------------------------------------------------------------------------------------------------
 

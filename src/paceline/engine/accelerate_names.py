@@ -53,10 +53,12 @@ class AccelerateNames:
 
     @property
     def process_index(self) -> int:
+        """This worker's rank among those who are there."""
         return self._group.among.rank
 
     @property
     def local_process_index(self) -> int:
+        """This worker's number on its host."""
         return self._group.among.local_rank
 
     @property
@@ -66,10 +68,12 @@ class AccelerateNames:
 
     @property
     def is_last_process(self) -> bool:
+        """The worker with the highest rank."""
         return self._group.among.rank == self._group.among.size - 1
 
     @property
     def use_distributed(self) -> bool:
+        """Whether there is more than one worker."""
         return self._group.among.size > 1
 
     @property
@@ -81,10 +85,12 @@ class AccelerateNames:
 
     @property
     def mixed_precision(self) -> str:
+        """`precision` in the words of Accelerate: "no", "bf16" or "fp16"."""
         return next(there for there, here in MIXED.items() if here == self.config.precision.parameters)
 
     @property
     def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a lane in one step: `accumulate`."""
         return self.config.accumulate
 
     @property
@@ -93,7 +99,7 @@ class AccelerateNames:
         step = self._objects.step
         if step is None:
             return True
-        step.was_asked_for = True
+        step.was_asked_for = step.asks_for_last = True
         return step.now.item is None or step.now.item.last_of_step
 
     @property
@@ -215,10 +221,16 @@ _EXCHANGED_ONCE = (
 )
 _STOPS = "call engine.stop() before engine.backward(): the loop of all workers ends after the same step"
 
+_LAUNCHER_STARTS = "leave it out: `paceline run --workers N script.py` starts the workers, one for each device"
+
 ARGUMENTS_ELSEWHERE: Mapping[str, str] = {
+    "accelerator": "write device= if the default is not meant: the worker's GPU, or the CPU where there is none",
+    "callbacks": "write them into the loop, or give them to paceline.Trainer",
+    "config": "give the settings themselves: strategy='zero2', precision='bf16', accumulate=k …",
     "cpu": "write device='cpu'",
     "dataloader_config": _ALL_ONCE,
     "deepspeed_plugin": "write strategy='zero1', 'zero2' or 'zero3'",
+    "devices": _LAUNCHER_STARTS,
     "device_placement": "leave it out: batches and models go to engine.device",
     "dispatch_batches": _ALL_ONCE,
     "dynamo_backend": "call torch.compile(model) before engine.prepare()",
@@ -227,7 +239,9 @@ ARGUMENTS_ELSEWHERE: Mapping[str, str] = {
     "gradient_accumulation_plugin": "write gradient_accumulation_steps=k",
     "kwargs_handlers": "write timeout_s= for a group's timeout and loss_scale= for a scaler's settings; parameters "
     "without a gradient are found by themselves",
+    "loggers": "write log_with= and project_dir=, then engine.init_trackers(name) and engine.log(values)",
     "megatron_lm_plugin": _DATA_PARALLEL,
+    "num_nodes": "leave it out: `paceline run --hosts N` on each host",
     "parallelism_config": _DATA_PARALLEL,
     "project_config": "give the folder to engine.save_state(), or to engine.checkpoints(folder, keep=…)",
     "rng_types": "leave it out: all random numbers follow from seed=",
@@ -235,8 +249,9 @@ ARGUMENTS_ELSEWHERE: Mapping[str, str] = {
     "step_scheduler_with_optimizer": "leave it out: a prepared scheduler acts when the optimizer does, in every step "
     "once; step one that counts epochs after the loop",
     "torch_tp_plugin": _DATA_PARALLEL,
+    "zero_stage": "write strategy='zero1', 'zero2' or 'zero3'",
 }
-"""Of Accelerate's constructor; those that mean here what they mean there are arguments of the Engine."""
+"""Of Accelerate's, Fabric's and DeepSpeed's constructors; what means here the same as there is the Engine's too."""
 
 NAMES_ELSEWHERE: Mapping[str, str] = {
     "check_trigger": _STOPS,
@@ -265,7 +280,9 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "clip_gradients": "use engine.clip_grad_norm_(max_norm)",
     "global_rank": "write engine.process_index",
     "is_global_zero": "write engine.is_main_process",
-    "launch": "leave it out: `paceline run --workers N script.py` starts the workers",
+    "launch": _LAUNCHER_STARTS,
+    "load": "use engine.load_state(folder)",
+    "log_dict": "use engine.log(values)",
     "no_backward_sync": _EXCHANGED_ONCE,
     "rank_zero_first": "write engine.main_process_first(), or engine.local_main_process_first()",
     "seed_everything": "write Engine(seed=…)",
@@ -274,8 +291,15 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "setup_module": _ALL_IN_ONE,
     "setup_optimizers": _ALL_IN_ONE,
     "world_size": "write engine.num_processes",
+    # DeepSpeed's
+    "global_steps": "write engine.step",
+    "is_gradient_accumulation_boundary": "ask engine.sync_gradients before the step, engine.stepped after it",
+    "load_checkpoint": "use engine.load_state(folder), or engine.checkpoints(folder).resume()",
+    "module": "use the model: `prepare` wraps nothing",
+    "save_checkpoint": "use engine.save_state(folder), or engine.checkpoints(folder).save()",
+    "train_batch": "write the loop: `for batch in loader`, engine.backward(loss), optimizer.step()",
 }
-"""Of Accelerate's Accelerator and Lightning's Fabric, with what to write here."""
+"""Of Accelerate's Accelerator, Lightning's Fabric and DeepSpeed's engine, with what to write here."""
 
 
 def refuse_argument(name: str, known: Iterable[str]) -> NoReturn:

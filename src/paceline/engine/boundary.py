@@ -63,7 +63,7 @@ class Boundary:
 
         def run() -> None:
             found[:] = [operation()]
-            if self._comm.world.elastic is not None:
+            if self._comm.world.is_elastic:
                 self._comm.barrier()  # who passes it knows that all have got theirs
 
         self.retryable.run(run, self._group.start_over)

@@ -176,7 +176,8 @@ class EngineConfig:
             raise ConfigError(
                 f"{workers} workers but only {counted(self.lanes, 'lane')}: "
                 f"{workers - self.lanes} of them would have "
-                f"nothing to do; start with --lanes {workers} or more, or with --workers {self.lanes * self.mesh.model}"
+                f"nothing to do; take Engine(lanes={workers}) or --lanes {workers}, or more (with a smaller "
+                f"batch_size, for the same global batch), or start with --workers {self.lanes * self.mesh.model}"
             )
 
 
@@ -293,7 +294,7 @@ def mesh_of(seat: World, mesh: Mesh | None) -> Mesh:
     if mesh is None and not asked.splits_model:
         return Mesh()
     found = asked.of_workers(seat.size)
-    if found.splits_model and seat.elastic is not None:
+    if found.splits_model and seat.is_elastic:
         raise ConfigError(
             f"{found} in a job that is elastic: a lost worker would leave a part of a model behind; start it without "
             "--elastic: it goes on from its last checkpoint"

@@ -280,6 +280,7 @@ class Engine(AccelerateNames):
 
     @property
     def means(self) -> dict[str, float]:
+        """Of the last step, over all workers: what `engine.mean` was told, by name."""
         self._asked_for_step()
         return self._training().means
 
@@ -294,6 +295,12 @@ class Engine(AccelerateNames):
         return (step := self._asked_for_step()) is not None and step.stepped
 
     @property
+    def lane(self) -> int | None:
+        """The lane of the item that the loop has, for looking at: `breakpoint()` in one of them; None between steps."""
+        step = self._objects.step
+        return None if step is None or step.now.item is None else step.now.item.lane
+
+    @property
     def step_samples(self) -> int:
         """Samples of all workers in the step that the loop is in."""
         item = self._training().now.item
@@ -301,6 +308,7 @@ class Engine(AccelerateNames):
 
     @property
     def timing(self) -> Timing:
+        """Seconds of this worker's last step, by part."""
         return self._training().timing
 
     @property
@@ -451,7 +459,10 @@ class Engine(AccelerateNames):
         what a new training begins with.
         """
         check_boundary(self._objects.step, "load_state")
-        self._saver.load(path_of("folder", folder), accept)
+        if self._preparation.trains:
+            self._saver.load(path_of("folder", folder), accept)
+            if (loader := self._objects.loader) is not None and loader.source.epoch:
+                self._note(f"paceline: goes on in epoch {loader.source.epoch}, loader.epoch, after step {self.step}")
 
     def checkpoints(
         self,
@@ -467,7 +478,8 @@ class Engine(AccelerateNames):
             self._saver,
             around=self._between.surroundings,
             at_boundary=self._at_boundary,
-            resumes=lambda: self._group.recovery.admitted,  # who joins gets its state from others
+            # Who joins gets its state from others.
+            resumes=lambda: self._group.recovery.admitted and self._preparation.trains,
             step=lambda: self.step,
             keep=keep,
             asynchronous=asynchronous,
@@ -499,6 +511,8 @@ class Engine(AccelerateNames):
         folder = path_of("record_events: folder", folder)
         about = {"worker": seat.rank, "step": self.step, "joins": not self._group.recovery.admitted, **self.resolved()}
         self._recorder = record_steps(folder, about, self._group, lambda: self._objects.step, self.device)
+        if self._recorder is not None and self.is_main_process:
+            self._group.supervisor.tell("run", folder=str(folder.resolve()))
 
     def profile(
         self,
@@ -554,9 +568,11 @@ class Engine(AccelerateNames):
     def _at_boundary(self, operation: str) -> bool:
         """All workers are between two steps, with the newest weights; False: nothing is saved here.
 
-        So it is in a replay, and on a worker that has yet to join the others.
+        So it is in a replay, where `paceline plan` runs the script, and on a worker that has yet to join the others.
         """
         check_boundary(self._objects.step, operation)
+        if not self._preparation.trains:
+            return False
         self._between.drain()
         return self._replay is None and self._group.recovery.admitted
 

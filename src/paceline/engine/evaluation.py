@@ -10,8 +10,8 @@ A stream is read whole by every worker, which keeps its batch of each round.
 
 A body that calls no collective adds up by hand, over its own batches, and reduces after the loop. There a shadow would
 count twice, so none is handed out: the worker's loop is over one round earlier. That is known after a body has run, and
-can't be done where forward itself needs all workers (weights in shards); otherwise the first collective after the loop
-raises, unless the body has asked for `loader.shadow`.
+can't be done in the first round, nor where forward itself needs all workers (weights in shards): there the first
+collective after the loop raises, unless the body has asked for `loader.shadow`.
 
 When a worker is lost, the others go on with the round that not all of them have gathered, dealt anew:
 
@@ -44,7 +44,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ from paceline.data.loader import check_assignable, is_plain_shuffle
 from paceline.data.loader_watch import startup_explained
 from paceline.engine.rules import refuse_update_bn
 from paceline.engine.sequence_parts import WholeBatch, WholeSequences
-from paceline.errors import ConfigError, LoopError
+from paceline.errors import ConfigError, LoopError, UnknownNameError
 from paceline.world.determinism import drawing_from, mix, seed_everything
 from paceline.world.world import World
 
@@ -99,6 +99,16 @@ class EvaluationLoader:
     `on_start` and `on_end` are called before the first round and behind the last; the workers may meet there. Where
     all meet in `on_end`, none of them leaves a loop that another has to run a round of again.
     """
+
+    if not TYPE_CHECKING:  # which tells the names that there are by itself
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("epoch", "position", "set_epoch", "next_step"):
+                raise UnknownNameError(
+                    f"loader.{name} is of a loader that trains, and this one was prepared for evaluation: give it to "
+                    "engine.prepare() in one call with the model and the optimizer"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     _round: _Round | None  # that is handed out
     _had: dict[int, int]  # by call of a round's body: the batch up to which this worker has the rows
@@ -318,7 +328,7 @@ class EvaluationLoader:
         with closing(self._rounds(first)) as rounds:
             for real, batch in rounds:
                 has_shadows = real < self._size
-                by_hand = not (self._meets or self._asks_for_shadow) and self._rounds_run > 0
+                by_hand = not self._meets and self._rounds_run > 0
                 if has_shadows and by_hand and not self._needs_all() and self._rank >= real:
                     break
                 self._rounds_run += 1
@@ -344,9 +354,9 @@ class EvaluationLoader:
     def _note_shadows(self, real: int) -> None:
         """They were handed out, and the body met no other worker: it may have counted them."""
         if not self._asks_for_shadow:
-            size = self._size
+            size, batches = self._size, "1 batch" if real == 1 else f"{real} batches"
             self._repeated = (
-                f"the last round of the evaluation has {real} batches for {size} workers, so {size - real} of them got "
+                f"the last round of the evaluation has {batches} for {size} workers, so {size - real} of them got "
                 "the first batch again, and nothing was gathered there: sums over batches count it twice. Call "
                 "engine.gather_for_metrics(values) or engine.reduce(values) inside the loop, or leave out batches for "
                 "which loader.shadow is true"

@@ -61,7 +61,7 @@ def check_same_job(
         raise CheckpointError(
             f"the state in {folder} belongs to another job, so the bits would not continue: {told}. To go on all the "
             f"same, still with every sample once: engine.load_state(folder, accept={sorted(changed)!r}), or the same "
-            "accept= in trainer.train()"
+            "accept= of checkpoints.resume() and trainer.train()"
         )
     return frozenset(changed)
 

@@ -7,6 +7,7 @@
     criterion(…) with `center` as a buffer   changed by a module that `prepare` was not given: likewise handed on
     a head with its own optimizer            trained by a script that prepared neither: each worker would have its own
     self.calls += 1                          counts items; whether it enters the numbers can't be seen, and is only said
+    model.temperature *= 0.99, in the body   likewise: it changes from item to item, and not from step to step
 
 Tensors are replaced by probes until the item's backward: tensors that note whether a function was given their values.
 """
@@ -133,6 +134,7 @@ class ForwardState:
         self._items = 0 if any(type(m).__name__ == "OptimizedModule" for _, m in self._modules) else ITEMS
         self._kept: list[_Kept] = []
         self._numbers: dict[tuple[str, str], list[float]] = {}
+        self._within_a_step = False  # the item that is looked at follows another of its step
         self._others: dict[int, tuple[nn.Module, dict[str, tuple[Tensor, int]]]] = {}
         self._hook: Any = None
         self._trained: dict[int, tuple[Tensor, int]] = {}  # parameters of other modules, when they were first used
@@ -142,10 +144,11 @@ class ForwardState:
     def is_done(self) -> bool:
         return self._items == 0
 
-    def before(self) -> None:
+    def before(self, *, first_of_step: bool) -> None:
         self._restore()
         if self._items == 0:
             return
+        self._within_a_step = not first_of_step
         self._items -= 1
         self._kept = [one for pair in self._modules for one in self._with_probes(*pair)]
         self._note_numbers()
@@ -215,9 +218,18 @@ class ForwardState:
                     self._numbers.setdefault((type(module).__name__, where), []).append(value)
 
     def _tell_counters(self) -> None:
-        """Those that each of the items changed, from before it to behind it."""
+        """Those that each of the items changed, from before it to behind it; and those that the body changed then."""
         for (kind, where), values in self._numbers.items():
-            if len(values) == 2 * ITEMS and all(values[at] != values[at + 1] for at in range(0, 2 * ITEMS, 2)):
+            if len(values) != 2 * ITEMS:
+                continue
+            if self._within_a_step and values[-3] != values[-2]:
+                messages.warn(
+                    f"the number {where!r} of {kind} is changed in the loop's body inside a step, so once per item of "
+                    "this worker, and a step has others on another number of workers. If the model's results depend "
+                    "on it, change it where engine.stepped is true, or set it from engine.step",
+                    stacklevel=7,
+                )
+            elif all(values[at] != values[at + 1] for at in range(0, 2 * ITEMS, 2)):
                 messages.warn(
                     f"forward of {kind} changes the number {where!r}: it counts this worker's items, of which a step "
                     "has others on another number of workers. If the model's results depend on it, set it from "

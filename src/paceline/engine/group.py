@@ -1,10 +1,10 @@
 """The workers that this one is with: how it reaches them, and what ends when they change.
 
-seat      the place that the launcher gave; in an elastic job its rank is the slot
-world     the place among those who are there now
-among     the same, less the workers that an asynchronous strategy goes on without
-client    the line to the supervisor, where one has started this process
-store     where processes meet by names; comm is how tensors and words go between the workers
+seat        the place that the launcher gave; in an elastic job its rank is the slot
+world       the place among those who are there now
+among       the same, less the workers that an asynchronous strategy goes on without
+supervisor  the control channel to the launcher, where one has started this process
+store       where processes meet by names; comm is how tensors and words go between the workers
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from paceline.mesh.tensor_parallel import TensorParallel, own_group, torch_mesh
 from paceline.torch_compat import PrefixStore, Store
 from paceline.world import messages
 from paceline.world.control import ControlClient, Supervisor, call_supervisor
+from paceline.world.hang_board import HangBoard
 from paceline.world.rendezvous_store import open_store
 from paceline.world.waiting import WaitWatch
-from paceline.world.world import World
+from paceline.world.world import TcpRendezvous, World
 
 
 class RunningLoop(Protocol):
@@ -60,7 +61,7 @@ class Group:
         self.supervisor = call_supervisor(seat)
         self._opened_store, self._meeting = open_meeting(seat, self.supervisor, config.timeout_s)
         self.store = self._place_in_store(f"replicas/{self.place.tensor}") if config.mesh.tp > 1 else self._meeting
-        self._watch = WaitWatch(self.supervisor, seat.name) if self.store is not None else None
+        self._watch = None if self._meeting is None else self._watch_waits(self._meeting)
         self.comm: Communicator = SingleWorker()
         self.tensor_peers: Communicator = SingleWorker()
         self._all: Communicator | None = None  # where `comm` has not all of them
@@ -124,6 +125,13 @@ class Group:
             self.parallel = TensorParallel(self.device_mesh["tp"], self.place.tensor)
         if self._config.mesh.cp > 1 and self.device_mesh is not None:
             self.sequences = SequenceParts(ContextParallel(own_group(self.device_mesh["cp"])))
+
+    def _watch_waits(self, store: Store) -> WaitWatch:
+        if not isinstance(self.seat.rendezvous, TcpRendezvous):
+            return WaitWatch(self.supervisor, self.seat.name, generation=lambda: self.generation)
+        own: Store = PrefixStore("hang", store).clone()  # type: ignore[attr-defined]  # not in the stub
+        board = HangBoard(own, self.seat.rank, self.seat.size)
+        return WaitWatch(self.supervisor, self.seat.name, board)
 
     def _place_in_store(self, name: str) -> Store | None:
         return None if self._meeting is None else PrefixStore(f"mesh/{name}", self._meeting)
@@ -245,7 +253,7 @@ _engines = itertools.count()
 
 def open_meeting(world: World, supervisor: Supervisor, timeout_s: float) -> tuple[Store | None, Store | None]:
     """The store of all processes, to be kept as long as what is built on it, and this engine's place in it."""
-    if world.size + world.servers == 1 and world.elastic is None:
+    if world.size + world.servers == 1 and not world.is_elastic:
         return None, None
     store = open_store(world, supervisor, timeout_s)
     # Several engines in one process meet in several places; all processes make theirs in the same order.
@@ -259,7 +267,7 @@ def connect_workers(
         return SingleWorker()
     if backend == "nccl":
         _check_own_devices(world, store, device)
-    if world.elastic is not None:  # keys by which nobody waits any more when the workers have changed
+    if world.is_elastic:  # keys by which nobody waits any more when the workers have changed
         store = PrefixStore("elastic/1", store)
     return Communicator.connect(world, store, backend=backend, device=device, timeout_s=timeout_s)
 

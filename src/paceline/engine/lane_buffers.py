@@ -4,8 +4,8 @@
                    ├─► lane 1 ──► dropped
                    └─► lane 2 ──► dropped
 
-That is what DDP's broadcast of rank 0's buffers does, said in lanes: it does not depend on who rode which lane. Buffers
-are restored when a lane's first micro-batch is handed out, never between a forward and its backward.
+That is what DDP's broadcast of rank 0's buffers does, said in lanes: it does not depend on which worker computed which
+lane. Buffers are restored when a lane's first micro-batch is handed out, never between a forward and its backward.
 
 In a step whose workers don't agree, either all lanes' buffers are dropped (a later step of the group agrees), or every
 lane keeps its own and starts its next step from them:
@@ -106,7 +106,7 @@ class LaneBuffers:
             self._unchanged[lane] = _are_equal(left, self._at_start)
 
     def changed(self, lowest: int) -> list[bool]:
-        """Which buffers the step changed, as the worker that rode the lowest lane sees it; others see no change."""
+        """Which buffers the step changed, as the worker that computed the lowest lane sees it; others see no change."""
         if lowest not in self._left:
             return [False] * len(self._live)
         return [not alike for alike in self._unchanged[lowest].read().tolist()]
@@ -119,7 +119,7 @@ class LaneBuffers:
             self._ahead = self._broadcast(comm, owner, self._moving, self._left.get(lowest, self._live))
 
     def finish_step(self, comm: Communicator, owner: int, lowest: int, changed: Sequence[bool]) -> None:
-        """Every worker takes over what the lowest lane left; `owner` is the worker that rode it."""
+        """Every worker takes over what the lowest lane left; `owner` is the worker that computed it."""
         if not self._live:
             return
         mine = self._left.get(lowest, self._live)

@@ -120,7 +120,7 @@ class PreparedLoader:
             self._group.note(
                 f"paceline: len(loader) is {items} on this worker, how often the loop's body runs, as {lanes} lanes "
                 f"are on {counted(workers, 'worker')}; an epoch has {steps} steps on any number of workers: "
-                "engine.steps_per_epoch(loader)"
+                "engine.steps_per_epoch(loader). A mean over it is this worker's alone; engine.mean() is all workers'"
             )
         self.was_measured = True
         return items
@@ -183,7 +183,7 @@ class PreparedLoader:
 
         Without an item: the loop was ended by `engine.stop()` or a signal.
         """
-        self._step.was_asked_for = True
+        self._step.was_asked_for = self._step.asks_for_last = True
         for _ in ("what is left of this epoch", "the next one"):
             if self._stepping is None:
                 self._stepping = iter(self)
@@ -283,14 +283,14 @@ class PreparedLoader:
         if step.now.phase is Phase.LOST:
             return
         in_updates, step.update = step.in_updates, 0
-        self.write_record()
-        self.source.commit(item)
-        if in_updates:
-            recovery.ends_updates(step.rounds)
         step.timing.enter(Part.OTHER)
         for listener in self._group.after_step:
             listener()
         step.timing.begin()
+        self.write_record()
+        self.source.commit(item)
+        if in_updates:
+            recovery.ends_updates(step.rounds)
 
     # -- engine.update -----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from paceline.checkpoint.manifest import size_text
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import EngineConfig, counted
 from paceline.errors import ConfigError
+from paceline.optim.offload import PARAMETERS, OffloadName
 from paceline.planner.model_sizes import frozen_bytes, sizes_of
 from paceline.sharding.footprint import Footprint, Model, residuals
 from paceline.strategies.registry import STRATEGIES, Chosen
@@ -30,6 +31,7 @@ from paceline.world.host_limits import MemoryLimit, memory_limit, oom_kills
 from paceline.world.world import World
 
 _GIB = 2**30
+FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Fit:
     per_host: int
     on_host: int
     compressed: bool = False
+    offload: OffloadName | None = None
+    host_limit: MemoryLimit | None = None  # for what is offloaded
+    host_sharers: int = 1
 
     @property
     def room(self) -> int:
@@ -60,11 +65,43 @@ class Fit:
 
     def held(self, strategy: Chosen, workers: int | None = None) -> int:
         kept = residuals(self.model, workers=workers or self.workers, lanes=self.lanes) if self.compressed else 0
-        return self.parts(strategy, workers).held + kept
+        parts = self.parts(strategy, workers)
+        away = 0 if self.offload is None else parts.optimizer_state
+        if self.offload == PARAMETERS:
+            away += parts.parameters + parts.gradients  # each gradient leaves as soon as it is there
+        return parts.held + kept - away
+
+    @property
+    def offloaded(self) -> int:
+        """On the host, for one worker: gradients land there, and weights in fp32 have a copy that is updated."""
+        if self.offload is None:
+            return 0
+        parts = self.parts(self.chosen)
+        weights = parts.parameters if self.offload == PARAMETERS else 0
+        is_low = self.model.weight < FP32  # masters are optimizer state already
+        masters = 0 if is_low or self.offload == PARAMETERS else self.model.parameters * FP32 // self.workers
+        return parts.optimizer_state + parts.gradients + weights + masters
 
     @property
     def fits(self) -> bool:
         return self.held(self.chosen) <= self.room
+
+    @property
+    def fits_host(self) -> bool:
+        return self.host_limit is None or self.offloaded <= self.host_limit.bytes // self.host_sharers
+
+    def told_of_host(self) -> str:
+        limit, shared = self.host_limit, counted(self.host_sharers, "worker")
+        assert limit is not None
+        return (
+            f"offload={self.offload!r} does not fit: {self.model.parameters:,} parameters take {_gib(self.offloaded)} "
+            f"on the host for each worker, and the limit is {_gib(limit.bytes)} for {shared} ({limit.shared_by}). "
+            + (
+                "Instead: offload='optimizer', which leaves weights on the device"
+                if self.offload == PARAMETERS
+                else f"Without offload {self.chosen.name} takes {_gib(self.parts(self.chosen).held)} on the device"
+            )
+        )
 
     def told(self) -> str:
         """What is held, of what, and by whom less."""
@@ -131,6 +168,8 @@ def check_memory(
     refused = None
     if fit is not None and not fit.fits:
         refused = f"strategy={config.strategy.name!r} does not fit: {fit.told()}. Instead: {fit.advice()}"
+    elif fit is not None and not fit.fits_host:
+        refused = fit.told_of_host()
     everyone = comm.gather_json(refused)
     if text := next((text for text in everyone if text is not None), None):
         raise ConfigError(text)
@@ -168,6 +207,9 @@ def fit_of(
     limit = _limit_of(device)
     whom = None if limit is None else f"{world.host_rank} {limit.shared_by}"  # host names need not be unique
     sharers = comm.gather_json(whom).count(whom)  # all workers take part, whatever they find
+    host = memory_limit()
+    beside = None if host is None else f"{world.host_rank} {host.shared_by}"
+    host_sharers = 1 if config.offload is None else comm.gather_json(beside).count(beside)
     model = sizes_of(optimizers)
     if limit is None or model is None or not config.strategy.has_footprint:
         return None
@@ -177,9 +219,14 @@ def fit_of(
     per_host = world.size if shares_memory else 1
     on_host = world.size if world.size % world.local_size else world.local_size  # hosts that are not even: nobody's
     model = replace(model, frozen=frozen_bytes(models, optimizers, low_precision=config.precision.is_low))
+    if config.precision.is_low:  # rounded weights, and masters beside the optimizer's own state
+        model = replace(model, weight=min(model.weight, FP32 // 2), state=model.state + FP32)
     compressed = config.compression is not None and config.compression.feedback
     sizes = (world.size, config.summed_lanes, config.accumulate, per_host, on_host)
-    return Fit(config.strategy, model, limit, sharers, *sizes, compressed)
+    fit = Fit(config.strategy, model, limit, sharers, *sizes, compressed)
+    if config.offload is None or host is None:
+        return fit
+    return replace(fit, offload=config.offload, host_limit=host, host_sharers=host_sharers)
 
 
 def _limit_of(device: torch.device) -> MemoryLimit | None:

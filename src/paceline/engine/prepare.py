@@ -55,12 +55,20 @@ from paceline.engine.replicas import (
     parameter_names,
     weights_hash,
 )
-from paceline.engine.rules import NO_COINCIDENCE, has_history, nothing_to_train, told_of_schedule
+from paceline.engine.rules import NO_COINCIDENCE, has_history, multiple_of_length, nothing_to_train
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
 from paceline.engine.sequence_parts import WholeBatch
-from paceline.engine.sources import as_loader, check_same_data, facts_of_data, length_of, make_source, undivided
+from paceline.engine.sources import (
+    as_loader,
+    check_same_data,
+    facts_of_data,
+    hear_epochs,
+    lengths_seen,
+    make_source,
+    undivided,
+)
 from paceline.engine.state import JobState
-from paceline.engine.step import NoPeers, NotCompiled, OnePass, TrainStep
+from paceline.engine.step import NoPeers, NotCompiled, OnePass, TrainStep, check_is_free
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import WeightsWatch
@@ -255,6 +263,9 @@ class BetweenSteps:
 
 
 class Preparation:
+    trains = True
+    """Otherwise the script is only looked at, and nothing is saved or loaded."""
+
     def __init__(
         self,
         config: EngineConfig,
@@ -299,6 +310,7 @@ class Preparation:
         if isinstance(thing, nn.Module):
             own.models.append(moved(thing, self._group.device))
         elif isinstance(thing, Optimizer):
+            check_is_free(thing)
             own.optimizers.append(thing)
         elif isinstance(thing, LRScheduler | ReduceLROnPlateau):
             own.schedulers.append(thing)
@@ -528,6 +540,7 @@ class Preparation:
             source, step, config, group, self._between.boundary, self._stops, self._record_folder,
             begun_elsewhere=lambda: own.has_history or has_history(own.optimizers, own.schedulers),
         )  # fmt: skip
+        hear_epochs(loader, own.loader.set_epoch)
         group.note(self._described(source) + which)
         if config.lanes > 1 and group.is_main and (found := own_generators(loader.dataset)):
             messages.logger("engine").warning(
@@ -556,7 +569,7 @@ class Preparation:
                 f"engine.steps_per_epoch() takes the loader that trains, prepared or not, not {type(loader).__name__}"
             )
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            return steps_of(loader, self._assignment())
+            return steps_of(undivided(loader), self._assignment())
         steps = loader.source.steps if isinstance(loader, PreparedLoader) else None
         if steps is None:
             raise ConfigError(
@@ -572,14 +585,21 @@ class Preparation:
 
         In a short epoch it may be a coincidence, and is a warning.
         """
-        if steps is None or self._objects.steps_were_asked or (length := length_of(loader)) is None:
+        if not steps:
             return
-        for scheduler in schedulers:
-            text = told_of_schedule(scheduler, length, steps, self._config.accumulate, counted, if_meant)
-            if text is not None and length >= NO_COINCIDENCE:
-                raise ConfigError(text)
-            if text is not None and self._group.is_main:
-                messages.logger("engine").warning(f"paceline: {text}")
+        for length in lengths_seen(loader):
+            for scheduler in schedulers:
+                found = multiple_of_length(scheduler, length, steps, self._config.accumulate)
+                if found is None:
+                    continue
+                if self._objects.steps_were_asked and found.whole % steps == 0:  # then it may be as many epochs
+                    self._group.note(f"paceline: the {found.kind} {found.counts}, {found.whole // steps} epochs")
+                    continue
+                text = found.told(steps, counted, if_meant)
+                if length >= NO_COINCIDENCE:
+                    raise ConfigError(text)
+                if self._group.is_main:
+                    messages.logger("engine").warning(f"paceline: {text}")
 
     def _compare(self, loader: DataLoader[Any]) -> None:
         """Whether every worker was given the same; found by what it leads to, the difference has cost an epoch."""
@@ -607,9 +627,15 @@ class Preparation:
             f"{counted(world.size * config.mesh.tp, 'worker')} × {counted(config.threads, 'thread')} ({started}) · "
             f"{strategy}, {summed}{' over ' + config.algorithm if config.algorithm else ''}"
             f"{'' if config.compression is None else f', compressed ({config.compression})'} · "
-            f"{config.backend if world.size > 1 else 'no'} communication · {self._group.device.type}"
+            f"{self._described_backend()} · {self._group.device.type}"
             f"{' in ' + str(config.precision) if config.precision != Precision() else ''} · {amount}"
         )
+
+    def _described_backend(self) -> str:
+        if self._group.world.size == 1:
+            return "no communication"
+        kernels = self._group.comm.kernels
+        return f"{self._config.backend} communication{'' if kernels is None else f' (kernels: {kernels})'}"
 
 
 def place_of_training_data(objects: Sequence[Any]) -> int | None:

@@ -5,15 +5,18 @@ The table of all rules is docs/concepts/loop.md.
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.data.sharded_sampler import WorkItem
 from paceline.engine.vote import WATCHED, HostReading, LaneReport, can_be_summed, sum_of_bits
@@ -115,6 +118,33 @@ def step_not_whole(step: int, *, in_update: bool) -> LoopError:
     )
 
 
+def accumulates_by_hand(step: int) -> str:
+    return (
+        f"optimizer.step() was not called after every engine.backward() of step {step + 1}. If the loop accumulates by "
+        "itself (a step every k batches, loss / k), leave that out: the items of a step are this worker's lanes, of "
+        "which the engine takes the mean over all workers; Engine(accumulate=k) has k batches in each lane. Call "
+        "optimizer.step() in every item, or where engine.sync_gradients is true"
+    )
+
+
+def optimizer_of_open_engine() -> LoopError:
+    return LoopError(
+        "engine.prepare() was given an optimizer that another Engine trains with; call close() of that one first, or "
+        "`with paceline.Engine() as engine:`"
+    )
+
+
+def optimizer_of_closed_engine(strategy: str, precision: str) -> LoopError:
+    kept = f"state was that job's (strategy={strategy!r})"
+    if precision != "fp32":
+        kept = f"fp32 master weights were that job's (precision={precision!r})"
+    return LoopError(
+        f"this optimizer was prepared by an Engine that is closed, and its {kept}: it would go on from other numbers. "
+        "Make a new optimizer of model.parameters(); to go on with the old one's state, call engine.save_state(folder) "
+        "before close(), and load_state(folder) of the next Engine"
+    )
+
+
 def closure_given() -> LoopError:
     return LoopError(
         "optimizer.step(closure) would run forward again inside the step; use engine.update(optimizer, loss_fn), with "
@@ -135,16 +165,21 @@ def check_one_optimizer(optimizers: int) -> None:
 def check_backward_came_first(item: WorkItem, so_far: ItemFacts, step: int, *, held: bool) -> None:
     """`optimizer.step()` in an item without its last backward; `held`: there was one with last=False."""
     check_backward_held(item, so_far, step)
-    raise LoopError(
-        f"optimizer.step() was called before engine.backward() in step {step + 1}, lane {item.lane}"
-        + (": the last backward of an item is called without last=False" if held else "; loss.backward() is not enough")
-    )
+    hint = "; loss.backward() is not enough"
+    if held:
+        hint = (
+            ": write engine.backward(loss) for loss.backward(), and of several in an item the last without last=False"
+        )
+    raise LoopError(f"optimizer.step() was called before engine.backward() in step {step + 1}, lane {item.lane}" + hint)
 
 
 def item_of_mean(item: WorkItem | None, name: str, *, sent: bool) -> WorkItem:
     """The item that a value is collected for; `sent`: the step's means have left."""
     if item is None:
-        raise LoopError(f"engine.mean({name!r}) collects values inside the training loop; there is no item now")
+        raise LoopError(
+            f"engine.mean({name!r}) collects values inside the loop over the loader that was given to engine.prepare() "
+            "together with the optimizer; there is no item of it now"
+        )
     if sent:
         raise LoopError(f"engine.mean({name!r}) comes too late: call it before engine.backward(), which sends it")
     return item
@@ -187,55 +222,91 @@ def check_learning_rates(before: Sequence[tuple[str, float]], now: Sequence[tupl
         name = next((old[0] for old, new in zip(before, now, strict=False) if old != new), "lr")
         values = [[value for key, value in rates if key == name] for rates in (before, now)]
         raise LoopError(
-            f"the {SETTINGS[name]} changed inside step {step + 1} (from {values[0]} to {values[1]}): "
+            f"the {SETTINGS.get(name, name)} changed inside step {step + 1} (from {values[0]} to {values[1]}): "
             "the body runs once per item, not once per step. Hand the scheduler to engine.prepare(), or change the "
             "rate only when engine.stepped is true"
         )
 
 
-def length_of_schedule(scheduler: Any) -> int | None:
-    """In steps, of a schedule that has an end, where torch or transformers tell it."""
+class SchedulersBeside:
+    """Schedulers of the optimizers that `prepare` was not given: one that is stepped in every item counts items.
+
+    Mostly that changes the learning rate inside a step. A StepLR whose period is a multiple of this worker's items does
+    so between steps alone, and would decay at another pace on another number of workers.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], prepared: Sequence[Any]) -> None:
+        self._optimizers, self._prepared = optimizers, prepared
+        self._found: list[LRScheduler] | None = None
+
+    def counts(self) -> list[tuple[str, float]]:
+        if self._found is None:  # once, since it looks at every object that there is
+            optimizers, prepared = set(map(id, self._optimizers)), set(map(id, self._prepared))
+            every = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
+            beside = [scheduler for scheduler in every if id(scheduler) not in prepared]
+            self._found = [s for s in beside if id(getattr(s, "optimizer", None)) in optimizers]
+        return [(f"count of a {type(s).__name__}", float(getattr(s, "last_epoch", 0))) for s in self._found]
+
+
+def lengths_of_schedule(scheduler: Any) -> list[int]:
+    """In steps: where it ends, or where it changes, as far as torch or transformers tell it."""
     match type(scheduler).__name__:
         case "OneCycleLR":
-            return int(scheduler.total_steps)
+            return [int(scheduler.total_steps)]
         case "CosineAnnealingLR":
-            return int(scheduler.T_max)
+            return [int(scheduler.T_max)]
+        case "CosineAnnealingWarmRestarts":
+            return [int(scheduler.T_0)]
+        case "StepLR":
+            return [int(scheduler.step_size)]
+        case "MultiStepLR":
+            return [int(step) for step in scheduler.milestones]
         case "LinearLR" | "PolynomialLR" if scheduler.total_iters != 5:  # unless nobody has said how long
-            return int(scheduler.total_iters)
+            return [int(scheduler.total_iters)]
         case "SequentialLR":
-            last = length_of_schedule(scheduler._schedulers[-1])
-            return None if last is None else int(scheduler._milestones[-1]) + last
+            last = lengths_of_schedule(scheduler._schedulers[-1])
+            return [int(scheduler._milestones[-1]) + last[-1]] if last else []
         case "LambdaLR":
             told = [getattr(factor, "keywords", {}).get("num_training_steps") for factor in scheduler.lr_lambdas]
-            return next((int(steps) for steps in told if steps is not None), None)
-    return None
+            return [int(steps) for steps in told if steps is not None]
+    return []
 
 
 NO_COINCIDENCE = 50
 """Batches in an epoch from which on a multiple of them is no number of steps that somebody has just chosen."""
 
 
-def told_of_schedule(
-    scheduler: Any, length: int, steps: int, accumulate: int, counted: str, if_meant: str
-) -> str | None:
-    """Of a schedule over as many steps as there are batches: lanes and micro-batches take several of them in one step.
+@dataclass(frozen=True)
+class MultipleOfLength:
+    """A schedule over as many steps as there are batches: lanes and micro-batches take several of them in one step."""
 
-    `length` of the loader is what the script saw; `counted` says what that counts; `if_meant`: what to do to have it.
-    """
-    whole = length_of_schedule(scheduler)
-    if whole is None or whole < 1:
-        return None
-    for parts in {1, accumulate}:
-        for epochs in {whole * parts // length, -(-whole * parts // length)}:
-            as_batches = (length * epochs // parts, length // parts * epochs, -(-length // parts) * epochs)
-            if epochs >= 1 and whole in as_batches and whole != steps * epochs:
-                seen = "len(loader)" + (f" / {parts}" if parts > 1 else "")
-                return (
-                    f"the {type(scheduler).__name__} is made for {whole} steps, {epochs} × {seen}, but len(loader) "
-                    f"counts {counted}, and an epoch has {steps} steps: it would not end with the training. Write "
-                    f"engine.steps_per_epoch(loader) for {seen}, the same at any number of workers; if {whole} steps "
-                    f"are meant, {if_meant}"
-                )
+    kind: str
+    whole: int
+    seen: str
+
+    @property
+    def counts(self) -> str:
+        changes = "changes after" if self.kind in ("StepLR", "MultiStepLR") else "is made for"
+        return f"{changes} {self.whole} steps"
+
+    def told(self, steps: int, counted: str, if_meant: str) -> str:
+        """`counted` says what the loader's length counts; `if_meant`: what to do to have it."""
+        return (
+            f"the {self.kind} {self.counts}, {self.seen}, but len(loader) counts {counted}, and an epoch has {steps} "
+            "steps: it would not follow the training. Count in engine.steps_per_epoch(loader), times the epochs: it is "
+            f"the same at any number of workers, and with any accumulate=; if {self.whole} steps are meant, {if_meant}"
+        )
+
+
+def multiple_of_length(scheduler: Any, length: int, steps: int, accumulate: int) -> MultipleOfLength | None:
+    """`length` of the loader is what the script saw."""
+    for whole in lengths_of_schedule(scheduler):
+        for parts in {1, accumulate} if whole >= 1 and length >= 1 else ():
+            for epochs in {whole * parts // length, -(-whole * parts // length)}:
+                as_batches = (length * epochs // parts, length // parts * epochs, -(-length // parts) * epochs)
+                if epochs >= 1 and whole in as_batches and whole != steps * epochs:
+                    seen = f"{epochs} × len(loader)" + (f" / {parts}" if parts > 1 else "")
+                    return MultipleOfLength(type(scheduler).__name__, whole, seen)
     return None
 
 

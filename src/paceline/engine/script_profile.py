@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from paceline.engine.activation_checkpointing import blocks_of
+from paceline.engine.config import EngineConfig
 from paceline.engine.prepare import Preparation, place_of_training_data
 from paceline.engine.sources import as_loader, undivided
 from paceline.errors import ConfigError
@@ -59,6 +60,8 @@ STEPS = 1000  # of an epoch, for schedules that never act
 class ScriptPreparation(Preparation):
     """Takes the user's objects, and starts nothing."""
 
+    trains = False
+
     def order(self, path: Path) -> ScriptPreparation:
         self._order = Order.read(path)
         return self
@@ -69,12 +72,13 @@ class ScriptPreparation(Preparation):
         objects = tuple(map(undivided, objects))
         optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
         self._objects.models += [thing for thing in objects if isinstance(thing, nn.Module)]
+        self._objects.optimizers += optimizers
         if not optimizers:
             return objects
         place = place_of_training_data(objects)
         if place is None:
             raise ConfigError("paceline plan: engine.prepare() got an optimizer but no loader; give both in one call")
-        step = ProfiledStep(self._order, self._objects.models, optimizers, self._config.bucket_mib)
+        step = ProfiledStep(self._order, self._objects.models, optimizers, self._config)
         self._objects.step = step  # type: ignore[assignment]
         loader = as_loader(objects[place], self._config, trains=True)
         return tuple(ProfiledLoader(loader, step) if at == place else thing for at, thing in enumerate(objects))
@@ -133,16 +137,17 @@ class ProfiledStep:
     """In place of a `TrainStep`, as far as a loop's body looks at it."""
 
     def __init__(
-        self, order: Order, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], bucket_mib: float
+        self, order: Order, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], config: EngineConfig
     ) -> None:
         self._order, self._models, self._optimizers = order, models, optimizers
+        self._lanes, self._accumulate = config.lanes, config.accumulate
         self._mode = None if order.real else new_fake_mode()
         if self._mode is not None:
             for model in (model for model in models if is_on_meta(model)):
                 with self._mode:
                     model.to_empty(device="cpu")
         self._trained = [p for model in models for p in model.parameters() if p.requires_grad]
-        self._profile = describe(order.name, models, bucket_bytes=int(bucket_mib * 2**20))
+        self._profile = describe(order.name, models, bucket_bytes=int(config.bucket_mib * 2**20))
         self._passes: dict[Variant, PassProfile] = {}
         self._blocks = [module for model in models for module in blocks_of(model)]
         self._sizes = sizes_of(optimizers)
@@ -152,14 +157,17 @@ class ProfiledStep:
         self._started, self._seconds = 0.0, list[float]()
         self.means: dict[str, float] = defaultdict(float)
         self.step, self.rounds, self.round, self.stepped, self.inside_step = 0, 0, 0, False, False
-        self.item, self.broken = None, None
+        self.broken = None
+        item = {"lane": 0, "micro_batch": 0, "samples": 1, "shadow": False, "present": (0,), "epoch": 0, "step": 0}
+        ends = dict.fromkeys(("first_of_lane", "first_of_step", "last_of_lane", "last_of_step"), True)
+        self.now = SimpleNamespace(item=SimpleNamespace(**item, **ends), empty=False)  # each batch is a step
 
     # -- one pass ----------------------------------------------------------------------------------------------------
 
     def variants(self, given: int) -> list[Variant]:
         if self._order.real:
             return [Variant(given)]
-        wanted = variants_for(self._order.request, given)
+        wanted = variants_for(self._order.request.of_script(self._lanes, self._accumulate, given), given)
         return [variant for variant in wanted if self._blocks or not variant.recomputed]
 
     @property
@@ -210,6 +218,8 @@ class ProfiledStep:
         profile = replace(
             profile,
             samples=given,
+            lanes=self._lanes,
+            accumulate=self._accumulate,
             state_bytes=state,
             blocks=f"{len(self._blocks)} {', '.join(kinds)}" if self._blocks else "",
             update=type(self._optimizers[0]).__name__,
@@ -239,6 +249,9 @@ class ProfiledStep:
 
     def stop(self) -> None:
         """It ends by itself."""
+
+    def drain(self) -> None:
+        """Nothing is under way."""
 
     def close(self) -> None:
         self.ends()

@@ -70,7 +70,7 @@ class SecondOpinion:
                         "end; the model draws random numbers of its own, or the hardware is broken"
                     )
                 return Verdict(again=True)
-            wrong += [(rode[lane], lane) for told, rode in self._passes if told[lane] != found]
+            wrong += [(computed_by[lane], lane) for told, computed_by in self._passes if told[lane] != found]
         return Verdict(again=False, wrong=tuple(dict.fromkeys(wrong)))
 
 

@@ -67,7 +67,25 @@ def undivided(loader: Any) -> Any:
         ("batch_sampler", BatchSampler(sampler, loader.batch_size, loader.drop_last)),
     ):
         object.__setattr__(whole, name, value)  # DataLoader's own refuses: here nothing has been iterated yet
+    object.__setattr__(whole, _AS_GIVEN, loader)
     return whole
+
+
+_AS_GIVEN = "paceline_as_given"
+"""An attribute of what `undivided` has made: the loader that the script made."""
+
+
+def lengths_seen(loader: Any) -> list[int]:
+    """What len() of it gives a script, and gave before `undivided`."""
+    as_given = getattr(loader, _AS_GIVEN, None)
+    lengths = (length_of(loader), None if as_given is None else length_of(as_given))
+    return [length for length in lengths if length is not None]
+
+
+def hear_epochs(loader: Any, set_epoch: Callable[[int], None]) -> None:
+    """Scripts that resume by hand call `sampler.set_epoch(epoch)` of the sampler that gave way."""
+    if (as_given := getattr(loader, _AS_GIVEN, None)) is not None:
+        as_given.sampler.set_epoch = set_epoch
 
 
 def make_source(

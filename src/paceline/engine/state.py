@@ -101,7 +101,7 @@ class JobState:
             Entry("step", lambda: step.step, put_step),
             Entry("left_out_steps", lambda: step.left_out_steps, put_left_out),
             Entry("loss_scale", lambda: step.loss_scale and step.loss_scale.state_dict(), put_scale),
-            Entry("schedulers", lambda: [_scheduler_state(scheduler) for scheduler in schedulers], put_schedulers),
+            Entry("schedulers", lambda: [scheduler.state_dict() for scheduler in schedulers], put_schedulers),
             Entry("registered", lambda: [thing.state_dict() for thing in self.registered], put_registered),
         ]
 
@@ -282,11 +282,6 @@ def _saved_here(tree: Any, depth: int = 0) -> Any:
     if isinstance(tree, list | tuple):
         return (tuple if isinstance(tree, tuple) else list)(_saved_here(value, depth + 1) for value in tree)
     return tree
-
-
-def _scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """state_dict() is the scheduler's __dict__, in which prepare() put a step() of ours."""
-    return {key: value for key, value in scheduler.state_dict().items() if key != "step"}
 
 
 def _local_models(

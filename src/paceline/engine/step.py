@@ -14,7 +14,7 @@ of the lanes are out of their reach. After the last backward `.grad` holds the g
 strategies that keep it here; who runs the update is the strategy's affair.
 
 In an elastic job a step counts when the coordinator commits it. Until then it can be *lost*: the group of workers is
-over. The step only takes note of that (`_or_lost`) and forgets what it did; calls of the body do nothing more, and the
+over. The step only takes note of that (`or_lost`) and forgets what it did; calls of the body do nothing more, and the
 loop, which is the one to retry, hands the items out again (`loop.py`).
 
 A *round* is a step of the job's data, from 1; a step that all workers leave out (a loss that is not finite) is a round
@@ -23,8 +23,10 @@ but no step. An *update* (0, 1, …) is one of several in a step, where the body
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import math
+import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -65,9 +67,10 @@ from paceline.monitor.events import Part
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
-from paceline.torch_compat import SCALES_BY_ITSELF
+from paceline.torch_compat import SCALES_BY_ITSELF, WRAPPED_BY_SCHEDULER
 from paceline.world import messages
 from paceline.world.determinism import mix, seed_everything
+from paceline.world.waiting import waited
 
 
 class Phase(enum.Enum):
@@ -80,6 +83,9 @@ class Phase(enum.Enum):
     APPLIED = "an optimizer has acted"
     LOST = "the workers have changed before the step counted: the loop gets its items again"
 
+
+OF_TRAINING = "paceline_training"
+"""An attribute of a prepared optimizer's `step`: the `TrainStep` that it belongs to."""
 
 MOVES: dict[Phase, tuple[Phase, ...]] = {
     Phase.BETWEEN_STEPS: (Phase.ITEM,),
@@ -105,15 +111,18 @@ class Timing:
 
     def begin(self) -> None:
         """A step, at the moment of the last mark."""
-        self.began = self._since
+        self.began, self._thread = self._since, threading.get_ident()
+        self._waited = waited.get(self._thread, 0.0)
         self.parts = [0.0] * len(Part)
         self.arrived = self.voted = 0.0  # at the vote, and when all were there
         self.hidden_s = 0.0  # how much of backward ran while buckets were on their way
 
     def enter(self, part: Part) -> float:
-        """From now on the time is this part's."""
-        now = time.perf_counter()
-        self.parts[self._part] += now - self._since
+        """From now on the time is this part's, less what it waits for others."""
+        now, all_waits = time.perf_counter(), waited.get(self._thread, 0.0)
+        waits, self._waited = all_waits - self._waited, all_waits
+        self.parts[self._part] += max(0.0, now - self._since - waits)
+        self.parts[Part.VOTE if self._part is Part.VOTE else Part.EXCHANGE] += waits
         self._part, self._since = part, now
         return now
 
@@ -193,6 +202,7 @@ class StepState:
     learning_rates: list[tuple[str, float]] | None = None
     gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)
     weights_seen: list[list[HostReading]] = field(default_factory=list)  # in this worker's first and last item
+    items_without_step: int = 0  # before the last one: the body ran a backward and did not call optimizer.step()
     acted: set[int] = field(default_factory=set)  # optimizers
     empty: bool = False  # all workers leave it out: Σ weight was 0, or the loss was not finite and is skipped
     overflowed: bool = False  # the scaled gradient was not finite: no worker applies it
@@ -232,6 +242,24 @@ class StepState:
         report = self.reports[item.lane]
         so_far = report.weight, report.left_out, report.samples
         return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *so_far, loss_scale)
+
+
+def check_is_free(optimizer: Optimizer) -> None:
+    """That no other engine has it, and none has kept what its next step would go on from."""
+    training: TrainStep | None = getattr(optimizer.step, OF_TRAINING, None)
+    if training is not None and not training.is_closed:
+        raise rules.optimizer_of_open_engine()
+    if training is not None:
+        training.check_left_whole()
+
+
+class Means(dict[str, float]):
+    """By the names that `engine.mean` was told."""
+
+    def __missing__(self, name: str) -> float:
+        raise LoopError(
+            f"engine.means has no {name!r} of the last step: call engine.mean({name!r}, value) before engine.backward()"
+        )
 
 
 class Blocks(Protocol):
@@ -324,6 +352,7 @@ class TrainStep:
         self.voting = self._new_voting()
         self._places = rules.ParameterPlaces(models, optimizers, strategies.name_of)
         self._weights = rules.WeightsInStep(copies)
+        self._beside = rules.SchedulersBeside(optimizers, schedulers)
         self._forward_state = ForwardState(models) if config.lanes > 1 and config.compile is None else None
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self.now = StepState()
@@ -333,13 +362,16 @@ class TrainStep:
         self.stepped = False
         self._updating = self._in_body = False
         self._stepped_in_body: set[int] = set()  # schedulers
+        self._kinds_of_schedulers: list[tuple[Any, type]] = []  # the class that each had
         self._clip: float | None = None
         self._norm: float | Tensor = math.nan
         self._mean_names: dict[int, str] = {}
-        self.means: dict[str, float] = {}
+        self.means = Means()
         self.stop_wanted = self.stop_agreed = False
         self.broken: str | None = None
+        self.is_closed = False
         self.was_asked_for = False  # by the script, which does not count the loop's items alone
+        self.asks_for_last = False  # the body asks which item is the step's last, and so need not call step() in others
         self.replayed: ReplayedSteps | None = None
         self.timing = Timing()
         self._traffic = Traffic(), Traffic()  # before the last step, and after it
@@ -419,6 +451,8 @@ class TrainStep:
         self.now.item, self.now.of_item = item, ItemState()
         self._updating = optimizers is not None
         self._in_body, self.stepped = True, False
+        self._compiled.begin_item()
+        self._fault_point("forward")
         if item.first_of_step:
             self.buffers.start_step()
         if item.shadow:
@@ -427,10 +461,8 @@ class TrainStep:
             self.buffers.start_lane(item.lane)
             if self.now.lanes_apart:
                 self.strategy().start_lane(item.lane)
-        self._compiled.begin_item()
         if self._forward_state is not None:
-            self._forward_state.before()
-        self._fault_point("forward")
+            self._forward_state.before(first_of_step=item.first_of_step)
         place = (item.epoch, item.step, item.lane, item.micro_batch, self.update)
         seed_everything(mix(self._config.seed, "model", *place))
 
@@ -438,7 +470,7 @@ class TrainStep:
         """The step begins, for an update by `optimizers`: who computes which of its lanes, and from which state."""
         if self.update == 0:
             self._rounds_before = self.rounds
-        before, lowest = self._rounds_before, item.present[0]
+        before, lowest, traffic_before = self._rounds_before, item.present[0], self._traffic_so_far()
         self._places.check()
         active, remade = self.strategies.of(optimizers)
         plan, in_step = self.strategies.plan(item.present)
@@ -451,7 +483,7 @@ class TrainStep:
             owner=next(worker for worker, lanes in enumerate(plan.holders) if lowest in lanes),
             in_step=in_step,
             holders=plan.holders,
-            traffic_before=self._traffic_so_far(),
+            traffic_before=traffic_before,
             was_asked_to_stop=self._stops.agreed,
             loss_scale=None if self.loss_scale is None else self.loss_scale.state_dict(),
             committed=not self._group.recovery.is_elastic,
@@ -600,8 +632,7 @@ class TrainStep:
         self.passes.check_part(self.round)
         self._fault_point("exchange")
         vote = self._vote(active)
-        votes = self._cast(vote)
-        reports, flags = lanes_in_order(votes), any_used(votes)
+        votes, reports, flags = self._cast(vote)
         used, changed = flags[: len(active.parameters)], flags[len(active.parameters) :]
         tally = self._tally(item, reports, used)
         active.collect(tally)
@@ -641,14 +672,16 @@ class TrainStep:
             check=self.voting.check(self.step) if agreement is Agreement.NOW else 0,
         )
 
-    def _cast(self, vote: StepVote) -> list[StepVote]:
-        if self.now.agreement is not Agreement.NOW:
-            return [vote]
-        timing = self.timing
-        timing.arrived = timing.enter(Part.VOTE)
-        votes = self.voting.cast(vote)
-        timing.voted = timing.enter(Part.EXCHANGE)
-        return votes
+    def _cast(self, vote: StepVote) -> tuple[list[StepVote], list[LaneReport], list[bool]]:
+        """All votes; the lanes' reports in them; and of each parameter and buffer, whether any worker used it."""
+        timing, agrees = self.timing, self.now.agreement is Agreement.NOW
+        if agrees:
+            timing.arrived = timing.enter(Part.VOTE)
+        votes = self.voting.cast(vote) if agrees else [vote]
+        found = votes, lanes_in_order(votes), any_used(votes)
+        if agrees:
+            timing.voted = timing.enter(Part.EXCHANGE)
+        return found
 
     def _tally(self, item: WorkItem, reports: Sequence[LaneReport], used: Sequence[bool]) -> Tally:
         why, agreed, loss_scale = "the step is skipped", self.now.agreement is Agreement.NOW, self._scale
@@ -686,7 +719,10 @@ class TrainStep:
         """Clip the summed gradient by its global norm; before the step's last item there is nothing to clip yet."""
         self._clip = max_norm
         if self.now.phase is Phase.ITEM:
-            raise LoopError("engine.clip_grad_norm_() belongs between engine.backward() and optimizer.step()")
+            raise LoopError(
+                "engine.clip_grad_norm_() came before engine.backward(loss) in this item: write engine.backward(loss) "
+                "in place of loss.backward(), and clip between it and optimizer.step()"
+            )
         with self.timing.inside(Part.OPTIMIZER), self.or_lost():
             if self.now.overflowed:
                 self._norm = math.inf
@@ -700,6 +736,8 @@ class TrainStep:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any) -> Any:
         """The prepared optimizer's `step()`: acts when the step's gradient is there, and only then."""
+        if self.is_closed:
+            return self._step_of_its_own(optimizer, closure)
         now = self.now
         if now.phase is Phase.LOST:
             return None
@@ -717,6 +755,9 @@ class TrainStep:
             raise LoopError(f"optimizer.step() was called twice in step {self.step + 1}")
         if self.now.phase is Phase.COLLECTED:
             rules.check_gradients_untouched(now.gradient_versions, self.strategies.name_of)
+        if now.items_without_step and not self.asks_for_last:
+            self.asks_for_last = True  # said once
+            messages.warn(rules.accumulates_by_hand(self.step), stacklevel=3)
         return self._act(optimizer)
 
     def _act(self, optimizer: Optimizer) -> Any:
@@ -791,6 +832,7 @@ class TrainStep:
         if self.now.phase is Phase.COLLECTED:
             raise rules.step_not_applied(self.step)
         self._check_step_whole()
+        self.now.items_without_step += self.now.phase is Phase.RAN and not self.now.of_item.step_called
         with self.or_lost(unless_counted=True):
             if self.now.phase is Phase.ITEM:
                 self._skip_item()
@@ -839,21 +881,48 @@ class TrainStep:
         def acts_once_per_step(self: Optimizer, closure: Any = None) -> Any:
             return step.optimizer_step(self, closure)
 
+        setattr(acts_once_per_step, OF_TRAINING, self)  # a scheduler that wraps it hands this on
         # A scheduler made before prepare() has wrapped step() already and warns when the mark of that is gone.
-        if getattr(original, "_wrapped_by_lr_sched", False):
-            acts_once_per_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        if getattr(original, WRAPPED_BY_SCHEDULER, False):
+            setattr(acts_once_per_step, WRAPPED_BY_SCHEDULER, True)
         setattr(optimizer, SCALES_BY_ITSELF, rules.NoGradScaler())
         # A bound method, because a scheduler made later looks at `step.__func__`.
         optimizer.step = types.MethodType(acts_once_per_step, optimizer)  # type: ignore[method-assign]
 
+    def _step_of_its_own(self, optimizer: Optimizer, closure: Any) -> Any:
+        """The engine is closed: the optimizer is torch's own again, if all that belongs to it is here."""
+        self.check_left_whole()
+        original = self._original_steps[id(optimizer)]
+        return original() if closure is None else original(closure)
+
+    def check_left_whole(self) -> None:
+        """That the optimizers have, after the end, what their next step goes on from."""
+        config = self._config
+        if not config.strategy.entry.replicated or config.precision.is_low:
+            raise rules.optimizer_of_closed_engine(config.strategy.name, str(config.precision))
+
     def adopt_scheduler(self, scheduler: Any) -> None:
-        """It follows the optimizer: it acts only when that did."""
-        original, step = scheduler.step, self
+        """It follows the optimizer: it acts only when that did.
 
-        def acts_with_the_optimizer(self: Any, *args: Any, **options: Any) -> Any:
-            return original(*args, **options) if step.scheduler_acts(self) else None
+        It gets a class of its own and no attribute: those are what its state_dict() consists of.
+        """
+        training, kind = self, type(scheduler)
 
-        scheduler.step = types.MethodType(acts_with_the_optimizer, scheduler)
+        def step(self: Any, *args: Any, **options: Any) -> Any:
+            return kind.step(self, *args, **options) if training.scheduler_acts(self) else None
+
+        def as_it_was(self: Any, protocol: Any) -> tuple[Any, ...]:
+            """A copy, or what is unpickled, follows nobody."""
+            return copyreg.__newobj__, (kind,), self.__dict__.copy()  # type: ignore[attr-defined]
+
+        own = {
+            "step": step,
+            "__reduce_ex__": as_it_was,
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+        }
+        scheduler.__class__ = type(kind.__name__, (kind,), own)
+        self._kinds_of_schedulers.append((scheduler, kind))
 
     def scheduler_acts(self, scheduler: Any) -> bool:
         acted = self.now.phase is Phase.APPLIED and self.stepped
@@ -961,6 +1030,12 @@ class TrainStep:
         if self._forward_state is not None:
             self._forward_state.close()
         self.strategies.close()
+        self.is_closed = True
+        for optimizer in self._optimizers:
+            if hasattr(optimizer, SCALES_BY_ITSELF):
+                delattr(optimizer, SCALES_BY_ITSELF)
+        for scheduler, kind in self._kinds_of_schedulers:
+            scheduler.__class__ = kind
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -977,7 +1052,9 @@ class TrainStep:
             raise rules.step_not_whole(self.step, in_update=in_update)
 
     def _check_learning_rates(self) -> None:
-        rates = rules.learning_rates(self._optimizers)
+        item, rates = self.now.item, rules.learning_rates(self._optimizers)
+        if item is not None and not (item.first_of_step and item.last_of_step):
+            rates += self._beside.counts()
         if self.now.learning_rates is None:
             self.now.learning_rates = rates
         rules.check_learning_rates(self.now.learning_rates, rates, self.step)

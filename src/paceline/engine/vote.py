@@ -231,7 +231,7 @@ class Voting:
         """The votes of all workers, in rank order."""
         if self._comm.size == 1:
             return [vote]
-        rows, handle = self._comm.all_gather(pack(vote, self._most_lanes))
+        rows, handle = self._comm.all_gather(pack(vote, self._most_lanes), f"in the vote of step {vote.step + 1}")
         handle.wait_for_vote(self.votes)
         self.votes += 1
         votes = [unpack(row, len(vote.used)) for row in rows]

@@ -29,6 +29,8 @@ OffloadName = Literal["optimizer", "parameters"]
 PARAMETERS: OffloadName = "parameters"
 IN_SHARDS = ("zero3", "fsdp")  # strategies whose weights can be away from the device
 HOST = torch.device("cpu")
+LARGEST_SLAB = 2**30  # of pinned memory; a larger tensor has one for itself
+ALIGNED = 64
 
 
 def check_offload(offload: str | None, device: torch.device, strategy: str, able: Sequence[str]) -> None:
@@ -50,6 +52,45 @@ def check_offload(offload: str | None, device: torch.device, strategy: str, able
         )
 
 
+class HostMemory:
+    """Memory on the host for what stays there; pinned, it is cut from slabs whose size is a power of two.
+
+    torch's allocator of pinned memory rounds each request up to a power of two: 4,096 × 11,008 weights would take 1.49
+    times as much. A slab is freed when nobody has a tensor in it, nor this object.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._slabs: list[Tensor] = []  # bytes
+        self._taken: list[int] = []  # of each slab
+
+    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        if not self._pinned:
+            return torch.empty(elements, dtype=dtype, device=HOST)
+        size = -(-elements * dtype.itemsize // ALIGNED) * ALIGNED
+        rooms = [place for place, slab in enumerate(self._slabs) if self._taken[place] + size <= len(slab)]
+        if not rooms:
+            self._slabs.append(_pinned_bytes(self._next_slab(size)))
+            self._taken.append(0)
+        place = rooms[0] if rooms else -1
+        start = self._taken[place]
+        self._taken[place] += size
+        return self._slabs[place][start : start + elements * dtype.itemsize].view(dtype)
+
+    def _next_slab(self, size: int) -> int:
+        """As much as there is already, so that small models take little and large ones few slabs."""
+        held = sum(map(len, self._slabs))
+        return max(_power_of_two(size), min(LARGEST_SLAB, _power_of_two(held)))
+
+
+def _pinned_bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=HOST, pin_memory=True)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
 class Offload:
     """The way between a device and the host, both directions. On a device without streams copies are made at once."""
 
@@ -58,10 +99,13 @@ class Offload:
         self._down = torch.cuda.Stream(device) if self._has_streams else None  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device) if self._has_streams else None  # type: ignore[no-untyped-call]
         self._landed: dict[int, tuple[Tensor, Any]] = {}  # by bucket: where its gradient is, and the event of the copy
+        self._masters, self._gradients = (HostMemory(pinned=self._has_streams) for _ in range(2))
 
-    def host_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory on the host for a tensor of this layout."""
-        return torch.empty_like(like, dtype=dtype, device=HOST, pin_memory=self._has_streams).detach()
+    def host_copy(self, master: Tensor) -> Tensor:
+        """On the host, in the same layout."""
+        strides = torch.empty_like(master, device="meta").stride()  # dense, whatever the original is
+        room = self._masters.empty(master.numel(), master.dtype)
+        return room.as_strided(master.shape, strides).copy_(master.detach())
 
     def land(self, number: int, total: Tensor) -> Tensor:
         """Where a bucket's gradient will be, once it is waited for; what has landed is where it is."""
@@ -69,7 +113,7 @@ class Offload:
         if landed is total:
             return total
         if landed is None or landed.shape != total.shape:
-            landed = self.host_buffer(total, total.dtype)
+            landed = self._gradients.empty(total.numel(), total.dtype).view(total.shape)
         event = None
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(total.device))
@@ -100,9 +144,10 @@ class Offload:
             torch.cuda.current_stream(self._up.device).wait_stream(self._up)
 
     def forget(self) -> None:
-        """Buckets have been rebuilt."""
+        """Buckets have been rebuilt, and masters will be: memory goes with the tensors in it."""
         self.wait()
         self._landed.clear()
+        self._masters, self._gradients = (HostMemory(pinned=self._has_streams) for _ in range(2))
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -113,9 +158,14 @@ class Lift:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._kept = HostMemory(pinned=self._stream is not None)
+
+    def keep(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Memory on the host from which the device can read by itself, as long as weights are cut this way."""
+        return self._kept.empty(elements, dtype)
 
     def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Memory on the host from which the device can read by itself."""
+        """The same for something that is soon let go of."""
         return torch.empty(elements, dtype=dtype, device=HOST, pin_memory=self._stream is not None)
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:

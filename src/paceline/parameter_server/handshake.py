@@ -44,7 +44,7 @@ def connect(world: World, store: Store | None, *, workers_use: str, timeout_s: f
         return None
     backend = "gloo" if workers_use == "gloo" or joint.local_size < joint.size else "paceline"
     place = PrefixStore("parameter_server", store)
-    if world.elastic is not None and world.servers:
+    if world.is_elastic and world.servers:
         _arrive(joint, store, timeout_s)
     return Communicator.connect(joint, place, backend=backend, device=torch.device("cpu"), timeout_s=timeout_s)
 

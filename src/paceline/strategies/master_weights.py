@@ -158,7 +158,7 @@ class MasterShards(_Masters):
             master = part_of(original, piece) if in_logical_order(parameter) else original
             take_over(master, rounded)
         if self._offload is not None:
-            return self._offload.host_buffer(master, master.dtype).copy_(master)
+            return self._offload.host_copy(master)
         return master if piece.elements == parameter.numel() else master.clone()
 
     def before_assignment(self, parameter: Parameter) -> Tensor:

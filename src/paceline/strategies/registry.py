@@ -68,7 +68,7 @@ class Job:
     seed: int = 0
     given: Given = field(default_factory=dict)  # first weights of a model that was built on the meta device, from files
     precision: Precision = field(default_factory=Precision)
-    offload: bool = False  # of the optimizer, to the host
+    offload: bool = False  # to the host, of any kind; which one is a fact of the job
     whole: tuple[type[nn.Module], ...] = ()  # classes whose modules run with all of their weights: compiled ones
     compression: Compression | None = None  # of gradients
     parts: int = 1  # workers that share a sequence, each with lanes of its own
@@ -186,7 +186,14 @@ class Chosen:
         default = self.entry.config()
         given = [f for f in fields(self.config) if f.compare]  # not what changes nothing about the result
         changed = [f.name for f in given if getattr(self.config, f.name) != getattr(default, f.name)]
-        return " ".join([self.name, *(f"{name}={getattr(self.config, name)}" for name in changed)])
+        return " ".join([self.name, *(f"{name}={_shown(getattr(self.config, name))}" for name in changed)])
+
+
+def _shown(value: Any) -> str:
+    """A class, as units are given, by its name."""
+    if isinstance(value, tuple):
+        return ",".join(map(_shown, value))
+    return value.__name__ if isinstance(value, type) else str(value)
 
 
 _registered: dict[str, Registered] = {}

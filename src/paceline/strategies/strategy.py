@@ -45,7 +45,7 @@ from paceline.torch_compat import version_of
 
 
 class Agreement(enum.Enum):
-    """Whether a round's workers hear each other before its gradient is applied."""
+    """Whether the workers exchange votes in a round before its gradient is applied."""
 
     NOW = "in this round"
     LATER = "in a later round, which ends a window of several"

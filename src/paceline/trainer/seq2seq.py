@@ -56,6 +56,8 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 
 class Seq2SeqTrainer(Trainer):
+    """A Trainer whose evaluation can generate texts, every sample once (`predict_with_generate`)."""
+
     def __init__(self, model: nn.Module | None = None, args: Any = None, *positional: Any, **named: Any) -> None:
         if not isinstance(args, Seq2SeqTrainingArguments):
             raise ConfigError("the Seq2SeqTrainer needs Seq2SeqTrainingArguments: they say how texts are generated")

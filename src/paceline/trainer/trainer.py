@@ -88,12 +88,16 @@ from paceline.world.world import World
 
 
 class PredictionOutput(NamedTuple):
+    """What `trainer.predict` returns: rows in the dataset's order, every sample once."""
+
     predictions: Any
     label_ids: Any
     metrics: dict[str, float]
 
 
 class Trainer:
+    """The training loop, ready made, with the names of transformers' Trainer; docs/concepts/trainer.md lists them."""
+
     def __init__(
         self,
         model: nn.Module | None = None,

@@ -54,6 +54,8 @@ WORTH_MEASURING = 100  # steps; a shorter run is not kept waiting for the speed 
 
 
 class TrainOutput(NamedTuple):
+    """What `trainer.train` returns."""
+
     global_step: int
     training_loss: float
     metrics: dict[str, float]
@@ -365,7 +367,7 @@ class TrainingLoop:
             engine.stop()
         self.trainer.run_micro_batch(batch, item)
         norm = engine.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
-        if not item.last_of_step:
+        if not engine.sync_gradients:
             self._event("on_substep_end")
             return
         self._update(norm)

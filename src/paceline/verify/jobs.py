@@ -248,7 +248,10 @@ def _no_step(script: str, folder: Path) -> str:
             f"{script} ran to its end and trained nothing with paceline: verify follows a training loop of "
             "paceline.Engine (or a Trainer), with a model, an optimizer and a loader given to prepare()"
         )
-    return f"{script} prepared its training and ended before the first step, so there is nothing to compare"
+    return (
+        f"{script} prepared its training and ended before the first step, so there is nothing to compare. If it went "
+        "on from a checkpoint of an earlier run, give each run a folder of its own: {folder} among its arguments"
+    )
 
 
 def _parting(item: Place, ours: Path, theirs: Path) -> Parting | None:

@@ -133,7 +133,7 @@ class _AcrossGroups(Zero2):
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         super().start_step(round, plan)
-        self._speaks = self._across.group == 0 or self._parts.job.world.elastic is not None
+        self._speaks = self._across.group == 0 or self._parts.job.world.is_elastic
 
     def drain(self) -> None:
         super().drain()
@@ -182,7 +182,7 @@ class HybridMaker(Maker):
     def __init__(self, config: HybridConfig, job: Job) -> None:
         rank = job.comm.rank  # of those that there are now
         topology = Topology.of(job.comm.gather_json(job.world.host_rank))
-        groups = groups_of(topology, config.shard_over, elastic=job.world.elastic is not None)
+        groups = groups_of(topology, config.shard_over, elastic=job.world.is_elastic)
         if rank == 0:
             say_if_smaller(topology, len(groups[0]), config.shard_over)
         number = next(n for n, group in enumerate(groups) if rank in group)

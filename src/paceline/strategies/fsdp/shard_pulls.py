@@ -68,7 +68,7 @@ class ShardPulls:
         self._timeout_s, self._parts = job.timeout_s, parts
         self._at_rest = True
         self.peers = [worker for worker in range(self._comm.size) if worker != self._comm.rank]
-        self._asks: deque[Work] = deque(maxlen=4 * len(self.peers))  # gloo forgets a message whose work is not kept
+        self._told: deque[Work] = deque(maxlen=4 * len(self.peers))  # more than can be on their way at once
         self._change = threading.Condition()
         self._version, self._closing = 0, False
         self._steps, self._meetings = 0, 0  # that this worker has started, and come to
@@ -94,20 +94,22 @@ class ShardPulls:
 
     def start(self, unit: int, buffers: Mapping[int, Sequence[Tensor]]) -> list[Work]:
         """Ask every peer that owns something of the unit; `buffers` has memory on the host for each one's parts."""
-        works = [
-            self._comm.receive(part, source=peer, tag=_ANSWER, operation=_OPERATION)
+        works = {
+            peer: [self._comm.receive(part, source=peer, tag=_ANSWER, operation=_OPERATION) for part in parts]
             for peer, parts in buffers.items()
-            for part in parts
-        ]
-        for peer in buffers:
-            self._ask(peer, unit)
-        return works
+        }
+        for peer, answers in works.items():
+            answers[-1].keeps = self._ask(peer, unit)
+        return [answer for answers in works.values() for answer in answers]
 
     def _ask(self, peer: int, unit: int, number: int | None = None) -> Work:
+        """The caller keeps the work until the peer is known to have it: gloo forgets a message whose work is gone."""
         request = torch.tensor([unit, self._version if number is None else number])
-        work = self._comm.send(request, to=peer, tag=_ASK, operation="request")
-        self._asks.append(work)
-        return work
+        return self._comm.send(request, to=peer, tag=_ASK, operation="request")
+
+    def _tell(self, peer: int, what: int, number: int | None = None) -> None:
+        """Something that has no answer."""
+        self._told.append(self._ask(peer, what, number))
 
     def _answer(self, peer: int) -> None:
         """Until the peer leaves or is lost; then a worker that waits for it hears of it."""
@@ -141,7 +143,7 @@ class ShardPulls:
             self._meetings += 1
             number = self._meetings
         for peer in self.peers:
-            self._ask(peer, _MEETS, number * _STEPS + self._steps)
+            self._tell(peer, _MEETS, number * _STEPS + self._steps)
 
         def missing() -> list[int]:
             return [peer for peer, met in self._met.items() if met < number]
@@ -182,7 +184,7 @@ class ShardPulls:
             trains_on = what == _MEETS and number > self._meetings and self._steps > steps
             self._change.notify_all()
         if trains_on:
-            self._ask(peer, _REFUSES, sent)
+            self._tell(peer, _REFUSES, sent)
 
     def _not_all(self, loads: int, trains: int) -> LoopError:
         return LoopError(
@@ -204,7 +206,7 @@ class ShardPulls:
             self._closing = True
             self._change.notify_all()
         for peer in self.peers:
-            self._ask(peer, _LEAVES)
+            self._tell(peer, _LEAVES)
         # Between steps a peer may go on alone, to evaluate or to save; inside one it will hear that we have left, as
         # where the group is over.
         waits = self._at_rest and not self._workers.is_over
@@ -224,7 +226,7 @@ class ShardPulls:
         self._close()
 
     def _close(self) -> None:
-        self._asks.clear()  # they would keep the group's connections open
+        self._told.clear()  # they would keep the group's connections open
         self._comm.close()
         for thread in self._threads:
             thread.join(timeout=LEAVES_WITHIN_S)

@@ -124,7 +124,7 @@ def frozen_parameters(job: Job) -> list[Parameter]:
     In an elastic job there are none: the part of a worker that is lost would be nowhere, since the in-memory checkpoint
     has what changes.
     """
-    if job.world.elastic is not None:
+    if job.world.is_elastic:
         return []
     known = {id(p): p for model in job.models for p in model.parameters()}
     memory = Counter(p.untyped_storage().data_ptr() for p in known.values() if not p.is_meta)
@@ -235,7 +235,7 @@ class ShardedWeights:
 
     def _memory(self, elements: int, dtype: torch.dtype) -> Tensor:
         if self.on_host:
-            return self._lift.host_buffer(elements, dtype)
+            return self._lift.keep(elements, dtype)
         return torch.empty(elements, dtype=dtype, device=self._device)
 
     def _parts(self, unit: int) -> list[Tensor]:

@@ -7,8 +7,6 @@ rounds             one round on a worker: read weights, push gradients, end the 
 replay             the asynchronous way again, with servers that follow a log instead of arrivals
 """
 
-from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness
-from paceline.parameter_server.staleness_policy import StalenessPolicy
 from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.server.parameter_server import (
     Assembly,
@@ -19,7 +17,7 @@ from paceline.strategies.server.parameter_server import (
 )
 from paceline.strategies.server.replay import ReplayedMaker
 
-__all__ = ["BoundedDelay", "BoundedStaleness", "ParameterServer", "StalenessPolicy"]
+__all__ = ["ParameterServer"]
 
 
 def _open(config: ParameterServer, job: Job) -> Maker:

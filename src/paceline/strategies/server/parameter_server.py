@@ -307,7 +307,7 @@ class Assembly:
         return Server(
             *(index, makers, channels, stats),
             timeout_s=self.job.timeout_s,
-            grace_s=GRACE_S if world.elastic is None else 0.0,
+            grace_s=0.0 if world.is_elastic else GRACE_S,
             on_leave=left,
             log=log,
             shared_sums=self.memory.sums,
@@ -357,7 +357,7 @@ class Assembly:
             assert self.comm is not None
             peer = world.size + server if world.servers else 0
             channels.append(self._channel(self.comm, peer, world.size + server, _TO_SERVER, _TO_WORKER, server))
-        elastic = world.elastic is not None
+        elastic = world.is_elastic
         return ServerConnections(
             world.rank, channels, StalenessCounter(), timeout_s=self.job.timeout_s, elastic=elastic
         )
@@ -464,13 +464,13 @@ class ParameterServerMaker(Maker):
         """Say goodbye, serve the others to their end, and tell what was seen."""
         assembly, world = self._assembly, self._assembly.job.world
         well = self._connections.failure is None and all(made.between_rounds for made in self._made)
-        if world.elastic is not None and not (well and sys.exc_info()[0] is None):
+        if world.is_elastic and not (well and sys.exc_info()[0] is None):
             self.teardown()  # the others go on without this worker; the coordinator tells them
             return
         assembly.barrier.publish(f"stats/worker {world.rank}", self._connections.stats_so_far().to_json())
         self._connections.close()
         if self._server is not None:
-            within_s = UNCLEAR_S if world.elastic is not None and not self._loop_is_over else None
+            within_s = UNCLEAR_S if world.is_elastic and not self._loop_is_over else None
             with contextlib.suppress(PacelineError):  # it has told all workers, this one too
                 self._server.join(within_s)
             if within_s is not None:

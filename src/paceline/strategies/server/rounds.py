@@ -90,7 +90,7 @@ class PushedRounds(StrategyBase):
         self._optimizers, self._settings = space.optimizers, space.settings
         self._client, self._clock, self._stats, self._log = wiring.client, clock, wiring.stats, wiring.log
         self._worker, self._comm, self._all_lanes = job.world.rank, job.comm, job.lanes
-        self._elastic = job.world.elastic is not None
+        self._elastic = job.world.is_elastic
         self._compressed = compressed = PushedGradients(job, space.named, space.table)
         self._buckets = GradientBuckets(
             space.named,

@@ -79,7 +79,7 @@ class ShardedParts:
             )
         for optimizer in job.optimizers:
             remember_first_states(optimizer)
-            if job.world.elastic is None or optimizer not in _FOUND_FIT:
+            if not job.world.is_elastic or optimizer not in _FOUND_FIT:
                 check_elementwise(optimizer, HOST if job.offload else job.device)
                 check_thread_cuts(optimizer)
                 _FOUND_FIT.add(optimizer)
