@@ -6,7 +6,8 @@
 One worker trains all lanes: the bits are those of any number of workers. Each line has the bits per byte of held-out
 text, how that compares with the first line, and under the strategies the bytes that each of as many workers as lanes
 sends per step, by formula (sharding/footprint.py). A way is a strategy, its steps from one outer step to the next, and
-int8 or fragments; or a compressor with its settings. start= is its start_after, beta1= is of AdamW.
+int8 or fragments; or a compressor with its settings. start= is its start_after, beta1= is of AdamW, and leave= names
+parameters that are not compressed, as patterns with + between them.
 """
 
 from __future__ import annotations
@@ -52,14 +53,17 @@ class Way:
 
 def way_of(text: str) -> Way:
     name, *rest = text.split()
-    options: dict[str, Any] = {key: float(value) for key, value in (one.split("=") for one in rest if "=" in one)}
+    told = dict(one.split("=") for one in rest if "=" in one)
+    left_alone = {pattern: None for pattern in told.pop("leave", "").split("+") if pattern}
+    options: dict[str, Any] = {key: float(value) for key, value in told.items()}
     plain = [one for one in rest if "=" not in one]
     start, beta1 = int(options.pop("start", 0)), options.pop("beta1", 0.9)
     if name == "ddp":
         return Way(beta1=beta1)
     if name in COMPRESSORS:
         given = {key: int(value) if key in ("rank", "warmup", "block") else value for key, value in options.items()}
-        return Way(compression=Compression(replace(COMPRESSORS[name], **given), start_after=start), beta1=beta1)
+        rules = {**left_alone, "*": replace(COMPRESSORS[name], **given)}
+        return Way(compression=Compression(rules, start_after=start), beta1=beta1)
     every, *more = plain
     options |= {"every": int(every), "start_after": start}
     for word in more:

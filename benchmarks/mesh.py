@@ -1,6 +1,6 @@
 """Step time and memory of a small Llama on every mesh of four workers, beside plain torch code for FSDP2 × TP.
 
-    python benchmarks/mesh.py --rounds 3 --figure docs/figures/mesh.png       about five minutes on two cores
+    python benchmarks/mesh.py --rounds 3 --json mesh.json --figure mesh.png       about five minutes on two cores
 
 The same global batch everywhere: 8 sequences of 128 tokens, of which each worker computes its part in one micro-batch.
 Each contestant runs in processes of its own, one after the other, and rounds turn their order. Time is the median of
@@ -125,6 +125,12 @@ def run(name: str, steps: int) -> dict[str, float]:
     return {key: max(row[key] for row in rows) for key in ("step_s", "mib", "loss")}
 
 
+def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
+    medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+    times = [one["step_s"] for one in rounds]
+    return medians | {"least_s": min(times), "most_s": max(times)}
+
+
 def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
     import matplotlib
 
@@ -147,7 +153,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--figure", type=Path, help="draw there (matplotlib)")
+    parser.add_argument("--json", type=Path, help="write every number there")
     parser.add_argument("--worker", choices=("ours", "torch"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     workers: dict[str, Callable[[int], None]] = {"ours": ours, "torch": plain_torch}
@@ -160,10 +167,12 @@ def main() -> None:
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
             seen[name].append(run(name, options.steps))
-    rows = {n: {key: statistics.median(one[key] for one in some) for key in some[0]} for n, some in seen.items()}
+    rows = {name: summary(some) for name, some in seen.items()}
     for name, row in rows.items():
-        spread = [one["step_s"] for one in seen[name]]
-        print(f"{name:22} {row['step_s']:6.2f} s ({min(spread):.2f} to {max(spread):.2f})  {row['mib']:6.0f} MiB")
+        spread = f"({row['least_s']:.2f} to {row['most_s']:.2f})"
+        print(f"{name:22} {row['step_s']:6.2f} s {spread}  {row['mib']:6.0f} MiB")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"rows": rows}, indent=1, ensure_ascii=False) + "\n")
     if options.figure is not None:
         draw(rows, options.figure)
 

@@ -6,7 +6,7 @@
     gpt10m       the same                                                       never talk; one process, N threads
 
     python benchmarks/scaling.py measure results             # about 14 minutes on 16 cores; one JSON for each part
-    python benchmarks/scaling.py show results --png docs/figures/scaling.png
+    python benchmarks/scaling.py show results --json benchmarks/results/scaling.json     # then: make figures
 
 Figures of one run are compared as paired ratios. Between runs, that is from one N to the next, minutes pass, and the
 lines of the plot may move by the usual 13 % for that alone.
@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ TIMEOUT_S, TO_END_S = 240.0, 30.0
 """Of one part; those that take longer are told to end, and the next one begins."""
 
 Result = dict[str, Any]
-Draw = Callable[[Any, list[Result]], None]
 
 
 @dataclass(frozen=True)
@@ -193,73 +192,55 @@ def show(folder: Path) -> None:
 
 STYLES = {
     "no-communication": ("black", "o", "no communication"),
-    OURS: ("tab:blue", "D", "paceline, exact, shared memory"),
     "torch-ddp": ("tab:red", "s", "torch DDP on gloo"),
     "one-process": ("tab:green", "^", "one process, as many threads"),
     "paceline": ("tab:blue", "D", "paceline, ordinary tensors"),
     "paceline-buckets": ("tab:cyan", "v", "paceline, buckets"),
-    "gloo": ("tab:red", "s", "gloo"),
     "bound": ("black", "o", "bound: plain C"),
 }
 
 
-def plot(folder: Path, file: Path) -> None:
-    """Above: what was reached. Below: ours over each peer, of the same rounds. Bars hold the middle half of them."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 7.4), layout="constrained")
-    axes: Any = figure.subplots(2, 3)
-    columns: list[tuple[str, Draw, Draw]] = [(name, draw_speeds, draw_ratios) for name in WORKLOADS]
-    columns.append((ALL_REDUCE, draw_times, draw_times_gloo))
-    for number, (name, above, below) in enumerate(columns):
+def points(folder: Path) -> dict[str, list[Result]]:
+    """What the plot shows: ratios to the peers by number of workers, and of the largest all-reduce those to gloo."""
+    found: dict[str, list[Result]] = {}
+    for name in (*WORKLOADS, ALL_REDUCE):
         results = load(folder, name)
         if not results:
             sys.exit(f"scaling: no {name}-N.json in {folder}; measure it first")
-        above(axes[0, number], results)
-        below(axes[1, number], results)
-    for panel in axes.flat:
+        found[name] = [_times(result) if name == ALL_REDUCE else _ratios(result) for result in results]
+    return found
+
+
+def _ratios(result: Result) -> Result:
+    return {"workers": result["race"]["workers"], "ratios": {peer: ratio_to(result, peer) for peer in PEERS}}
+
+
+def _times(result: Result) -> Result:
+    case = result["cases"][-1]
+    times = {name: case["contestants"][name]["times_baseline"] for name in ("paceline", "paceline-buckets", "bound")}
+    return {"workers": case["workers"], "size": case["size"], "times_gloo": times}
+
+
+def plot(found: dict[str, list[Result]], file: Path) -> None:
+    """Ours over each peer, of the same rounds. Bars hold the middle half of them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    axes: Any = figure.subplots(1, 3)
+    for panel, name in zip(axes, (*WORKLOADS, ALL_REDUCE), strict=True):
+        rows, key = found[name], "times_gloo" if name == ALL_REDUCE else "ratios"
+        for peer in rows[0][key]:
+            line(panel, peer, [row["workers"] for row in rows], [row[key][peer] for row in rows])
+        _from_zero(panel)
         panel.set_xscale("log", base=2)
         panel.set_xticks(WORKERS, [str(count) for count in WORKERS])
         panel.set_xlabel("workers, one thread each")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=8)
+        panel.legend(frameon=False, fontsize=8, loc="upper left")
+        panel.set_title(f"{name}: throughput of paceline over that of")
+    axes[2].set_title(f"all-reduce of {found[ALL_REDUCE][0]['size']}: times as fast as gloo")
     figure.savefig(file, dpi=110)
-
-
-def draw_speeds(panel: Any, results: list[Result]) -> None:
-    counts = [result["race"]["workers"] for result in results]
-    for name in ("no-communication", OURS, "torch-ddp", "one-process"):
-        line(panel, name, counts, [result["contestants"][name]["throughput"] for result in results])
-    workload = results[0]["workload"]
-    panel.set_yscale("log", base=2)
-    panel.yaxis.set_major_formatter("{x:,.0f}")
-    panel.set(title=f"{workload['name']}: {workload['unit']}")
-
-
-def draw_ratios(panel: Any, results: list[Result]) -> None:
-    counts = [result["race"]["workers"] for result in results]
-    for peer in PEERS:
-        line(panel, peer, counts, [ratio_to(result, peer) for result in results])
-    panel.set(title=f"{results[0]['workload']['name']}: throughput of paceline over that of")
-    _from_zero(panel)
-
-
-def draw_times(panel: Any, results: list[Result]) -> None:
-    counts, cases = _largest(results)
-    for name in ("gloo", "paceline", "paceline-buckets", "bound"):
-        line(panel, name, counts, [case["contestants"][name]["time_s"] for case in cases], scale=1e3)
-    panel.set_yscale("log", base=2)
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.set(title=f"all-reduce of {cases[0]['size']}: ms")
-
-
-def draw_times_gloo(panel: Any, results: list[Result]) -> None:
-    counts, cases = _largest(results)
-    for name in ("paceline", "paceline-buckets", "bound"):
-        line(panel, name, counts, [case["contestants"][name]["times_baseline"] for case in cases])
-    panel.set(title=f"all-reduce of {cases[0]['size']}: times as fast as gloo")
-    _from_zero(panel)
 
 
 def _from_zero(panel: Any) -> None:
@@ -268,16 +249,11 @@ def _from_zero(panel: Any) -> None:
     panel.set_ylim(0, 1.3 * panel.get_ylim()[1])
 
 
-def _largest(results: list[Result]) -> tuple[list[int], list[Result]]:
-    cases = [result["cases"][-1] for result in results]
-    return [case["workers"] for case in cases], cases
-
-
-def line(panel: Any, name: str, counts: list[int], spreads: list[dict[str, float]], scale: float = 1.0) -> None:
+def line(panel: Any, name: str, counts: list[int], spreads: list[dict[str, float]]) -> None:
     colour, marker, label = STYLES[name]
-    medians = [scale * spread["median"] for spread in spreads]
-    below = [scale * (spread["median"] - spread["lower_quartile"]) for spread in spreads]
-    above = [scale * (spread["upper_quartile"] - spread["median"]) for spread in spreads]
+    medians = [spread["median"] for spread in spreads]
+    below = [spread["median"] - spread["lower_quartile"] for spread in spreads]
+    above = [spread["upper_quartile"] - spread["median"] for spread in spreads]
     style = "--" if colour == "black" else "-"
     panel.errorbar(counts, medians, [below, above], color=colour, marker=marker, ms=5, ls=style, capsize=3, label=label)
 
@@ -296,6 +272,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     showing = verbs.add_parser("show", help="the tables as markdown, and the plot")
     showing.add_argument("folder", type=Path)
     showing.add_argument("--png", type=Path, help="draw there (matplotlib)")
+    showing.add_argument("--json", type=Path, help="write there what is drawn")
     return parser.parse_args(argv)
 
 
@@ -314,8 +291,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.verb == "measure":
         sys.exit(measure(args.folder, parts_of(args.parts, args.workers), args.rounds))
     show(args.folder)
+    if args.json is not None:
+        args.json.write_text(json.dumps(points(args.folder), indent=1) + "\n")
     if args.png is not None:
-        plot(args.folder, args.png)
+        plot(points(args.folder), args.png)
 
 
 if __name__ == "__main__":

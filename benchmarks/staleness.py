@@ -5,7 +5,7 @@
     jitter      4, each item takes a random time             s = 0, 1, 2
 
     python benchmarks/staleness.py measure results.json        # about 6 minutes; starts `paceline run` for every cell
-    python benchmarks/staleness.py show results.json --png docs/figures/staleness.png
+    python benchmarks/staleness.py show results.json --png staleness.png
 
 Most of an item's time is a sleep, so that the cores of the machine don't decide. Every clock runs twice: for the same
 time, and for the same number of rounds; the loss is of held-out samples, by the weights when all updates are in. The
@@ -130,7 +130,7 @@ def measure(file: Path) -> None:
             )
             found.append(asdict(cell) | json.loads(result.read_text()) | {"staleness": summary(ran.stdout)})
             print(_told(found[-1]), flush=True)
-    file.write_text(json.dumps(found, indent=1))
+    file.write_text(json.dumps({"rows": found}, indent=1))
 
 
 def summary(said: str) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def waiting(row: dict[str, Any]) -> float:
 
 
 def show(file: Path, png: Path | None) -> None:
-    rows = {(row["scenario"], row["clock"], row["until"]): row for row in json.loads(file.read_text())}
+    rows = by_cell(json.loads(file.read_text())["rows"])
     for scenario, clocks in (("straggler", STRAGGLER), ("jitter", JITTER)):
         print(
             f"\n| {scenario} | updates/s | to s=0 | workers wait | staleness, rounds: mean, most "
@@ -185,6 +185,10 @@ def show(file: Path, png: Path | None) -> None:
 
 Rows = dict[tuple[str, str, str], dict[str, Any]]
 FULL, OTHER = "#2a6f97", "#d68c45"
+
+
+def by_cell(rows: list[dict[str, Any]]) -> Rows:
+    return {(row["scenario"], row["clock"], row["until"]): row for row in rows}
 
 
 def draw(rows: Rows, png: Path) -> None:
@@ -211,27 +215,18 @@ def draw_speeds(axis: Any, rows: Rows, scenario: str, clocks: tuple[str, ...]) -
     bars = axis.bar(range(len(clocks)), [speed(row) for row in timed], 0.6, color=FULL)
     axis.bar_label(bars, fmt="%.0f", label_type="center", color="white")
     for place, row in enumerate(timed):
-        if waiting(row) > 0.08:
+        if waiting(row) > 0.075:
             axis.text(place, speed(row) + 1.5, f"{waiting(row):.0%}", ha="center", fontsize=9, color="#777777")
 
 
 def draw_delays(axis: Any, timed: list[dict[str, Any]]) -> None:
-    import matplotlib
-
-    shades = matplotlib.colormaps["YlGnBu"]
-    for place, row in enumerate(timed):
-        counts = {int(delay): share for delay, share in (row["staleness"].get("delays") or {"0": 100}).items()}
-        shares = {delay: share / sum(counts.values()) for delay, share in counts.items()}
-        bottom = 0.0
-        for delay in sorted(shares):
-            axis.bar(place, shares[delay], 0.6, bottom=bottom, color=shades(0.12 + 0.18 * min(delay, 4)))
-            if shares[delay] > 0.07:
-                color = "white" if delay > 2 else "#333333"
-                middle = bottom + shares[delay] / 2
-                axis.text(place, middle, str(delay), ha="center", va="center", fontsize=9, color=color)
-            bottom += shares[delay]
-    axis.yaxis.set_major_formatter("{x:.0%}")
-    axis.set_title("How many rounds old the weights of a push were", loc="left")
+    means = [row["staleness"].get("mean_delay", 0.0) for row in timed]
+    most = [row["staleness"].get("most_delay", 0) for row in timed]
+    bars = axis.bar(range(len(timed)), means, 0.6, color=FULL)
+    axis.bar_label(bars, fmt="%.2f", padding=2)
+    axis.plot(range(len(timed)), most, "_", color=OTHER, markersize=26, markeredgewidth=2.5, label="at most")
+    axis.set_title("How many rounds old the weights of a push were, mean", loc="left")
+    axis.legend(frameon=False, loc="upper left")
 
 
 def draw_losses(axis: Any, rows: Rows) -> None:

@@ -45,13 +45,18 @@ def test_tables_and_plot_hold_medians_quartiles_and_disturbed_rounds(
 ) -> None:
     for workers in (2, 16):
         write(tmp_path, workers)
-    scaling.main(["show", str(tmp_path), "--png", str(tmp_path / "scaling.png")])
+    scaling.main(
+        ["show", str(tmp_path), "--png", str(tmp_path / "scaling.png"), "--json", str(tmp_path / "drawn.json")]
+    )
     said = capsys.readouterr().out
     assert "| 16 | 0.90 (0.85 – 1.05) | 0.90 (0.85 – 1.05) | 0.90 (0.85 – 1.05) | 1 of 3 |" in said
     assert "| 2 | 1,000 (995 – 1,005) |" in said
     ours = "2,000 · 5.0 (4.5 – 5.5) ×"
     assert f"| 25 MiB | 16 | {ours} | {ours} | 10,000 | {ours} | 0 of 3 |" in said
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    drawn = json.loads((tmp_path / "drawn.json").read_text())
+    assert [row["workers"] for row in drawn["gpt10m"]] == [2, 16]
+    assert drawn["all_reduce"][0]["times_gloo"]["bound"]["median"] == 5.0
 
 
 @pytest.mark.parametrize("name", scaling.PARTS)
@@ -87,7 +92,7 @@ def test_a_part_that_fails_stops_no_other(
 
 def test_a_plot_of_nothing_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"scaling: no mlp25m-N\.json in .*; measure it first"):
-        scaling.plot(tmp_path, tmp_path / "scaling.png")
+        scaling.points(tmp_path)
 
 
 @pytest.mark.parametrize(
