@@ -35,8 +35,7 @@ from torch.utils.data import DataLoader, Subset
 
 import paceline
 from paceline.data import TokenFile
-from paceline.parameter_server.clock import parse_clock
-from paceline.strategies.server import ParameterServer
+from paceline.strategies import ParameterServer, parse_clock
 
 CONTEXT = 128  # bytes the model looks back
 LAYERS, HEADS, WIDTH = 4, 4, 128
