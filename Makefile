@@ -4,17 +4,21 @@ PYTHON := $(VENV)/bin/python
 PIP    := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types layers pytest test-rest test-all bits fuzz faults conformance scripts clean
+.PHONY: help setup demo test lint types layers pytest test-rest test-all bits fuzz faults conformance scripts test-browser wheel figures docs clean
 help:
 	@echo "make demo        train a small GPT on Python's own source with 2 workers, about one minute"
 	@echo "make test        lint, types, import layers, quick unit tests and smoke tests: before a commit"
 	@echo "make test-rest   exactly the tests that \`make test\` leaves out"
-	@echo "make test-all    what CI runs: both, every 127th of bits, fuzz, conformance"
+	@echo "make test-browser  the page of \`paceline monitor\` in chromium, where it is installed"
+	@echo "make test-all    what CI runs: all three, every 127th of bits, fuzz, conformance"
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
 	@echo "make fuzz        random models, optimizers, strategies and workers: the bits of one worker, for SECONDS (60)"
 	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
 	@echo "make conformance PyTorch's tests on the paceline backend, transformers' on the Trainer, accelerate's on the shards"
 	@echo "make scripts     other projects' scripts, adapted, on 1, 2 and 3 workers under ddp, zero2 and fsdp: one hash each"
+	@echo "make wheel       sdist and wheel in dist/, with the C kernels in it where there is a compiler (hatch_build.py)"
+	@echo "make figures     redraw docs/figures from benchmarks/results; MEASURE=1 first measures the README's anew, ten minutes"
+	@echo "make docs        the documentation as a site in site/: a broken link or an undocumented public name fails"
 	@echo "make clean       remove the virtual environment and run folders"
 
 setup: $(READY)
@@ -24,6 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
+	@echo "ready: source $(VENV)/bin/activate, then paceline doctor"
 
 demo: setup
 	$(VENV)/bin/paceline run --workers 2 examples/train_gpt.py --run-dir runs/demo
@@ -40,13 +45,19 @@ layers: setup
 QUICK := smoke or (unit and not slow)
 pytest: setup
 	$(PYTHON) -m pytest -m "$(QUICK)" -n logical --maxprocesses 8 --dist worksteal
-# Whole jobs, of which some are killed in time, one after another; what forks workers, two at a time.
+# Whole jobs, of which some are killed in time, one after another; what forks workers, and jobs that may, two at a time.
+BESIDE := not job or beside
 test-rest: setup
-	$(PYTHON) -m pytest -m "not ($(QUICK)) and not job" -n 2 --dist worksteal
-	$(PYTHON) -m pytest -m "not ($(QUICK)) and job"
+	$(PYTHON) -m pytest -m "not ($(QUICK)) and ($(BESIDE)) and not browser" -n 2 --dist worksteal
+	$(PYTHON) -m pytest -m "not ($(QUICK)) and not ($(BESIDE))"
+
+# The browser is the system's. Where it is missing, or playwright can't be installed, the tests are skipped and say so.
+test-browser: setup
+	-$(PIP) --no-build-isolation --editable '.[browser]'
+	$(PYTHON) -m pytest -m browser tests/dashboard
 
 test-all: EVERY = 127
-test-all: test test-rest bits fuzz conformance
+test-all: test test-rest test-browser bits fuzz conformance
 
 # Of the full product every EVERY-th combination; a prime above 3 meets all values of all its axes.
 EVERY ?= 1
@@ -73,5 +84,18 @@ conformance: setup
 scripts: setup
 	$(PYTHON) -m tests.conformance.scripts
 
+wheel: setup
+	$(PYTHON) -m hatchling build
+
+figures: setup
+	$(PYTHON) benchmarks/figures.py $(if $(MEASURE),--measure)
+
+# Offline, once its packages are there. To read it: `.venv/bin/python -m http.server --directory site`.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+$(VENV)/.docs: $(READY)
+	$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site
