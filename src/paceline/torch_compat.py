@@ -79,6 +79,8 @@ version_of: Callable[[Tensor], int] = attribute(Tensor, "_version", "a look for 
 
 plain_torch_function = resolve("torch._C:DisableTorchFunctionSubclass", "a strategy with sharded gradients")
 
+innermost_function_mode = resolve("torch.overrides:_get_current_function_mode", "a look at the loop's random numbers")
+
 without_modes = resolve("torch.utils._python_dispatch:_disable_current_modes", "weights in shards")
 
 eval_frame_callback = resolve("torch._C._dynamo.eval_frame:get_eval_frame_callback", "weights in shards")

@@ -36,11 +36,12 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from paceline.data.batch_ring import BatchMemory, BatchRing, Packed, RingAddress, pinned
 from paceline.data.global_order import scrambled
 from paceline.data.loader_watch import COLLATING, HANDING_OVER, LoaderWatch, Slot, Slots, timed_out
+from paceline.data.second_look import LONGEST_S, compare
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import Assignment
 from paceline.errors import DataError
 from paceline.torch_compat import loader_worker as torch_worker
-from paceline.world.determinism import mix, seed_everything
+from paceline.world.determinism import mix, own_generators, seed_everything
 
 LOOK_AFTER_THEM_S = 0.25
 WORTH_A_THREAD_S = 2e-3  # a body that takes less leaves the thread nothing to save
@@ -86,8 +87,12 @@ CUDA = Library(torch.cuda.manual_seed, _cuda_offset)
 class ItemDataset(Dataset[Any]):
     """`dataset[wanted]` is the collated micro-batch of a work item."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int, *, looks_twice: bool = False
+    ) -> None:
+        """`looks_twice`: at the job's first item, unless the dataset has a generator in sight or says that it draws."""
         self.dataset = self._dataset = dataset
+        self._looks_twice = looks_twice and not getattr(dataset, "draws", False) and not own_generators(dataset)
         self._collate, self._seed = collate, seed
         self._at = Slot()  # which sample it is at, for others to see
         self._epoch: int | None = None
@@ -99,6 +104,15 @@ class ItemDataset(Dataset[Any]):
         self._fetch_many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
 
     def __getitem__(self, wanted: Wanted) -> Any:
+        if not self._looks_twice or wanted[:2] != (0, 0):
+            return self._batch(wanted)
+        self._looks_twice, began = False, time.perf_counter()
+        batch = self._batch(wanted)
+        if time.perf_counter() - began < LONGEST_S:
+            compare(batch, lambda: self._batch(wanted), type(self.dataset).__name__, _names(wanted[2]))
+        return batch
+
+    def _batch(self, wanted: Wanted) -> Any:
         epoch, position, ids = wanted
         if epoch != self._epoch:
             self._enter(epoch, position)
@@ -188,9 +202,16 @@ class LoaderProcessDataset(ItemDataset):
     """The same in a loader process: batches leave by the ring, and errors as texts."""
 
     def __init__(
-        self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int, slots: Slots, rings: RingAddress
+        self,
+        dataset: Dataset[Any],
+        collate: Callable[[Any], Any],
+        seed: int,
+        slots: Slots,
+        rings: RingAddress,
+        *,
+        looks_twice: bool,
     ) -> None:
-        super().__init__(dataset, collate, seed)
+        super().__init__(dataset, collate, seed, looks_twice=looks_twice)
         self._slots, self._rings = slots, rings
         self._ring: BatchRing | None = None
 
@@ -263,7 +284,8 @@ class ItemFetcher:
     """Fetches work items as the user's DataLoader `source` would, in this process."""
 
     def __init__(self, source: DataLoader[Any], assignment: Assignment) -> None:
-        self._dataset = ItemDataset(source.dataset, source.collate_fn, assignment.seed)
+        twice = assignment.lanes > 1
+        self._dataset = ItemDataset(source.dataset, source.collate_fn, assignment.seed, looks_twice=twice)
         self._pins = source.pin_memory and torch.accelerator.is_available()
 
     def of(self, items: Iterator[WorkItem]) -> Generator[Pair]:
@@ -291,7 +313,8 @@ class ProcessFetcher(ItemFetcher):
         self._watch = LoaderWatch(source.num_workers)
         self._memory = BatchMemory(source.num_workers, source.prefetch_factor or 1)
         slots, rings = self._watch.slots, self._memory.address
-        self._dataset = LoaderProcessDataset(source.dataset, source.collate_fn, assignment.seed, slots, rings)
+        collate, twice = source.collate_fn, assignment.lanes > 1
+        self._dataset = LoaderProcessDataset(source.dataset, collate, assignment.seed, slots, rings, looks_twice=twice)
         self._asked = _Asked()
         self._generator = torch.Generator()
         self._seed_processes()

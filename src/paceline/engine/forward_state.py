@@ -4,6 +4,7 @@
                                              worker would go on from it, and which lane that is depends on the workers
     self.attention = softmax(…)              only left for others to look at: no harm
     torch.randn(…, generator=self.random)    draws of one item, then of the next on this worker: likewise handed on
+    torch.randn(…, generator=mine)           likewise, in the loop's body (body_generators.py); only said
     criterion(…) with `center` as a buffer   changed by a module that `prepare` was not given: likewise handed on
     a head with its own optimizer            trained by a script that prepared neither: each worker would have its own
     self.calls += 1                          counts items; whether it enters the numbers can't be seen, and is only said
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from paceline.engine.body_generators import BodyGenerators
 from paceline.errors import LoopError
 from paceline.torch_compat import own_buffers, own_parameters, plain_torch_function, version_of
 from paceline.world import messages
@@ -139,10 +141,11 @@ class ForwardState:
         self._hook: Any = None
         self._trained: dict[int, tuple[Tensor, int]] = {}  # parameters of other modules, when they were first used
         self._drawn: list[tuple[nn.Module, str, str]] = []  # a generator, and its state before the item
+        self._body = BodyGenerators(one for _, module in self._modules for one in own_generators(module).values())
 
     @property
     def is_done(self) -> bool:
-        return self._items == 0
+        return self._items == 0 and not self._body.is_under_way
 
     def before(self, *, first_of_step: bool) -> None:
         self._restore()
@@ -154,10 +157,12 @@ class ForwardState:
         self._note_numbers()
         self._drawn = [(m, at, state_of(one)) for _, m in self._modules for at, one in own_generators(m).items()]
         self._hook = register_module_forward_pre_hook(self._note_buffers)
+        self._body.begin()
 
     def after(self) -> None:
         if self._hook is None:
             return
+        self._body.end()
         states = [one for one in self._kept if one.is_state()]
         self._restore()
         for one in states:
@@ -172,6 +177,7 @@ class ForwardState:
         self._note_numbers()
         if self._items == 0:
             self._tell_counters()
+            self._body.tell()
 
     def close(self) -> None:
         self._items = 0
@@ -189,6 +195,7 @@ class ForwardState:
 
     def _restore(self) -> None:
         """Wherever forward has put them, within the models."""
+        self._body.abandon()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
