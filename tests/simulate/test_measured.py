@@ -14,7 +14,7 @@ SHAPED, RECOVERY = simulated.SHAPED, simulated.RECOVERY
 WITHIN = 0.15
 
 
-@pytest.mark.parametrize("way", ["star", "unsplit-ring", "ring", "1 server"])
+@pytest.mark.parametrize("way", ["star", "unsplit-ring", "ring", "1 server", "N servers"])
 @pytest.mark.parametrize("place", range(len(SHAPED["hosts"])))
 def test_the_shaped_network_is_reproduced(way: str, place: int) -> None:
     measured, found = SHAPED["seconds"][way][place], simulated.shaped_seconds(way, SHAPED["hosts"][place])
@@ -25,12 +25,6 @@ def test_a_star_is_linear_in_the_workers_and_a_ring_is_flat() -> None:
     seconds = simulated.shaped_seconds
     assert seconds("star", 8) / seconds("star", 2) == pytest.approx(7, rel=0.01)
     assert seconds("ring", 8) / seconds("ring", 2) == pytest.approx(1.75, rel=0.01)
-
-
-def test_a_server_on_every_host_is_faster_here_than_it_was_measured() -> None:
-    """Its messages wait for a word of their reader, which waits in the queue: that is not modelled (docs)."""
-    for hosts, measured in zip(SHAPED["hosts"], SHAPED["seconds"]["N servers"], strict=True):
-        assert 0.5 * measured < simulated.shaped_seconds("N servers", hosts) < measured
 
 
 @pytest.mark.parametrize("row", RECOVERY["elastic"], ids=[row["from"] for row in RECOVERY["elastic"]])
