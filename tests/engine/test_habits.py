@@ -430,6 +430,25 @@ def test_an_average_that_is_updated_in_every_item_is_refused(kind: str) -> None:
         assert all("of a copy of the model changed inside step 2" in error for error in errors), errors
 
 
+def averages_late(engine: Engine) -> None:
+    """The average is made when it begins, after some epochs."""
+    model = net()
+    model, optimizer, loader = engine.prepare(model, adam(model), DataLoader(vectors(), batch_size=4))
+    run(engine, model, optimizer, loader, epochs=5)
+    average = AveragedModel(model)
+    for _ in range(15):
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+
+
+def test_an_average_that_begins_late_is_found_at_the_next_look() -> None:
+    with pytest.raises(LoopError, match=r"of a copy of the model changed inside step 16:"):  # made after step 10
+        alone(averages_late)
+
+
 @pytest.mark.workers
 @pytest.mark.parametrize(("workers", "strategy"), JOBS)
 def test_an_average_of_each_step_is_the_same_everywhere(workers: int, strategy: str) -> None:

@@ -400,13 +400,14 @@ class WeightsInStep:
 
     Nor do copies, as averages are: they would have as many updates in a step as this worker has items. A clamp that
     finds nothing to do changes no bit, and is no harm. All are looked at in the first steps, since who edits weights in
-    every item does so from the start; then a part, in a step out of several.
+    every item does so from the start; then a part, in a step out of several. Copies that are made later, as where
+    averaging begins after some epochs, are found at steps 8, 16, 32, …: a look at every object is too dear for more.
     """
 
     def __init__(self, copies: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """`copies` finds those of the weights, by name."""
         self._find_copies = copies
-        self._copies: list[tuple[str, weakref.ref[Tensor]]] | None = None
+        self._copies: list[tuple[str, weakref.ref[Tensor]]] = []
         self._weights: list[tuple[str, Tensor]] = []
         self._looks_at: list[tuple[str, Tensor]] = []  # in this step
         self._steps = 0
@@ -425,16 +426,18 @@ class WeightsInStep:
         seen.append([HostReading(sum_of_bits(tensor.detach().view(-1)[:limit])) for _, tensor in self._looks_at])
 
     def _of_this_step(self) -> list[tuple[str, Tensor]]:
-        if self._copies is None:
+        steps = self._steps = self._steps + 1
+        finds = steps == 1 or (steps >= THEN_EVERY and steps.bit_count() == 1)
+        if finds:
             found = self._find_copies()
             self._copies = [(name, weakref.ref(tensor)) for name, tensor in found if can_be_summed(tensor)]
-        self._steps += 1
-        if self._steps > WHOLE_STEPS and self._steps % THEN_EVERY:
+        if steps > WHOLE_STEPS and steps % THEN_EVERY:
             return []
         copies = [(name, tensor) for name, copy in self._copies if (tensor := copy()) is not None]
-        if self._steps <= WHOLE_STEPS:
+        if steps <= WHOLE_STEPS:
             return self._weights + copies
-        return [some[self._steps // THEN_EVERY % len(some)] for some in (self._weights, copies) if some]
+        some = [some[steps // THEN_EVERY % len(some)] for some in (self._weights, copies) if some]
+        return [*some, *copies] if finds else some  # of each copy, since one that is new may be one of many
 
     def check(self, seen: Sequence[Sequence[HostReading]], step: int) -> None:
         """At the end of the step, which is that after so many."""
