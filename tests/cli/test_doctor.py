@@ -23,6 +23,7 @@ from paceline.cli.doctor import (
     backends,
     cores,
     doctor,
+    gpu_use,
     host_name,
     kernels,
     loopback,
@@ -189,6 +190,42 @@ def test_it_says_which_kernels_there_are_and_why(
     finding = kernels()
     assert (finding.level, finding.text) == expected
     assert (finding.level is Level.OK) == (not finding.advice)
+
+
+class NvmlError(Exception):
+    pass
+
+
+def no_driver() -> None:
+    raise NvmlError("NVML Shared Library Not Found")
+
+
+@pytest.mark.parametrize(
+    ("nvml", "gpus", "text"),
+    [
+        (None, 0, "none: nvidia-ml-py is not installed"),
+        (
+            None,
+            1,
+            "none: nvidia-ml-py is not installed, so the monitor shows no use of GPUs: pip install 'paceline[monitor]'",
+        ),
+        (SimpleNamespace(nvmlInit=no_driver), 0, "none: NVML Shared Library Not Found"),
+        (
+            SimpleNamespace(
+                nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlSystemGetDriverVersion=lambda: "580.65"
+            ),
+            0,
+            "driver 580.65, tells the use of 0 of 0 GPUs",
+        ),
+    ],
+)
+def test_it_says_whether_nvml_is_there(
+    nvml: SimpleNamespace | None, gpus: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert gpu_use() == Finding(Level.OK, "NVML", text)
 
 
 def test_kernels_that_were_asked_for_are_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:

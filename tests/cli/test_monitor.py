@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paceline.cli import main as command_line
 from paceline.cli.top import view
-from paceline.monitor.events import FOLDER, Part
+from paceline.monitor.events import FOLDER, Part, Use
 from paceline.monitor.run_events import read_run
 from tests.monitor.simulated import Simulated
 
@@ -53,11 +53,28 @@ def test_top_says_that_none_stands_out(paceline: Callable[..., Called], tmp_path
     assert "no worker stands out" in out
 
 
-@pytest.mark.parametrize("width", [50, 80, 100, 200])
-def test_top_fits_the_terminal(width: int, run: Path) -> None:
+def drawn(folder: Path, width: int) -> str:
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(view(read_run(run), 50, console))
-    out = console.file.getvalue()  # type: ignore[attr-defined]
+    console.print(view(read_run(folder), 50, console))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_top_has_columns_of_the_use_that_is_known(tmp_path: Path) -> None:
+    delays = {(1, Part.DATA): 0.02}
+    unknown = Simulated(3, 60, delays=delays).write(tmp_path / "a")
+    on_cpu = Simulated(3, 60, delays=delays, use=Use(2.0**30, cpu=0.43)).write(tmp_path / "b")
+    on_gpu = Simulated(3, 60, delays=delays, use=Use(2.0**30, 2.0**29, cpu=0.43, gpu=0.97)).write(tmp_path / "c")
+    assert "CPU" not in drawn(unknown, 120)
+    assert "GPU" not in drawn(on_cpu, 120)
+    assert drawn(on_cpu, 120).count("43%") == 3
+    assert drawn(on_gpu, 120).count("97%") == 3
+    assert drawn(on_gpu, 80).count("of it") == 1, "in a narrow terminal who waits matters more"
+
+
+@pytest.mark.parametrize("width", [50, 80, 100, 200])
+@pytest.mark.parametrize("use", [Use(2.0**30), Use(2.0**30, 2.0**36, cpu=1.0, gpu=1.0)], ids=["CPU", "GPU"])
+def test_top_fits_the_terminal(width: int, use: Use, tmp_path: Path) -> None:
+    out = drawn(Simulated(3, 60, delays={(1, Part.DATA): 0.02}, use=use).write(tmp_path), width)
     assert max(map(len, out.splitlines())) <= width
     if width >= 80:
         assert "…" not in out

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paceline.monitor.events import Part
+from paceline.monitor.events import Part, Use
 from tests.dashboard.served import TOKEN, served
 from tests.dashboard.test_run_view import log
 from tests.dashboard.training import training
@@ -95,7 +95,7 @@ def watched(browser: Any) -> Iterator[Watched]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    folder = Simulated(3, 60, delays={(1, Part.DATA): 0.02}).write(
+    folder = Simulated(3, 60, delays={(1, Part.DATA): 0.02}, use=Use(2.0**30, 2.0**29, cpu=0.43, gpu=0.9)).write(
         tmp_path / "simulated", strategy="ddp", time=time.time()
     )
     return log(folder, {step: {"loss": 1 / step, "eval_loss": 2 / step} for step in range(1, 61)})
@@ -116,6 +116,8 @@ def test_it_draws_with_no_error_and_no_request_to_another_host(watched: Watched,
         watched.wait_for("#tip", "forward")
         watched.hover(".card.wide canvas")
         watched.wait_for("#tip", "worker")
+        watched.hover(".card:nth-child(5) canvas")
+        watched.wait_for("#tip", "90 %")
         assert "ddp" in watched.page.inner_text(".pairs")
         assert TOKEN not in watched.page.url
         assert watched.errors == []

@@ -16,7 +16,7 @@ from paceline.dashboard import run_view
 from paceline.dashboard.run_view import POINTS, view_of
 from paceline.errors import DataError
 from paceline.monitor.attribution import join, straggler
-from paceline.monitor.events import DTYPE, FOLDER, Kind, Part, pack_note
+from paceline.monitor.events import DTYPE, FOLDER, Kind, Part, Use, pack_note
 from paceline.monitor.run_events import read_run
 from paceline.tracking.json_lines import JsonLines
 from paceline.tracking.reporter import RunInfo
@@ -116,6 +116,31 @@ def test_memory_stands_beside_what_was_predicted(tmp_path: Path) -> None:
     assert as_sent(tmp_path)["predicted"] == {"peak": 400}
     (tmp_path / "residuals.json").write_text("{")
     assert "residuals.json can't be read" in as_sent(tmp_path)["problems"][0]
+
+
+def test_use_of_cpu_and_gpu_is_the_mean_of_the_workers_that_know_it(tmp_path: Path) -> None:
+    for worker, use in enumerate([Use(1.0, cpu=0.2, gpu=1.0), Use(1.0, cpu=0.6), Use(1.0)]):
+        written = Simulated(3, 5, use=use).write(tmp_path / str(worker)) / FOLDER / f"worker-{worker}.0"
+        (tmp_path / "run" / FOLDER).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / FOLDER / written.name).write_bytes(written.read_bytes())
+    view = as_sent(tmp_path / "run")
+    assert view["history"]["cpu"] == [0.4] * 5
+    assert view["history"]["gpu"] == [1.0] * 5
+    assert [(row["cpu"], row["gpu"]) for row in view["workers"]] == [
+        (pytest.approx(0.2), 1.0),
+        (pytest.approx(0.6), None),
+        (None, None),
+    ]
+
+
+def test_where_it_was_not_measured_use_has_no_curve_or_a_gap(tmp_path: Path) -> None:
+    assert as_sent(Simulated(1, 5).write(tmp_path / "old"))["history"]["cpu"] == []
+    path = Simulated(1, 5, use=Use(1.0, cpu=0.5)).write(tmp_path / "resumed") / FOLDER / "worker-0.0"
+    line, _, data = path.read_bytes().partition(b"\n")
+    records = np.frombuffer(data, DTYPE).copy()
+    records["cpu"][:2] = 0
+    path.write_bytes(line + b"\n" + records.tobytes())
+    assert as_sent(tmp_path / "resumed")["history"]["cpu"] == [None, None, 0.5, 0.5, 0.5]
 
 
 def test_a_long_run_is_shown_from_a_later_step_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

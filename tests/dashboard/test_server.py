@@ -14,7 +14,7 @@ import pytest
 from paceline.dashboard.access import Access, Request, hosts_of, token_of
 from paceline.dashboard.server import DEFAULT_PORT, listen, page_and_policy
 from paceline.errors import ConfigError
-from paceline.monitor.events import FOLDER, Part, pack_step
+from paceline.monitor.events import FOLDER, Part, Use, pack_step
 from tests.dashboard.served import TOKEN, Served, served
 from tests.monitor.simulated import Simulated
 
@@ -171,7 +171,7 @@ def test_what_a_run_adds_is_sent_as_it_comes_and_a_run_that_begins_later_too(run
         assert first["last_step"] == 40
         for worker, records in enumerate(Simulated(3, 45).own):
             with open(run / FOLDER / f"worker-{worker}.0", "ab") as file:
-                file.write(b"".join(pack_step(record, 2.0**30, 0.0) for record in records[40:]))
+                file.write(b"".join(pack_step(record, Use(2.0**30)) for record in records[40:]))
         while (view := stream.next_run()) is not None and view["last_step"] == 40:
             pass  # read between two files
         assert view is not None

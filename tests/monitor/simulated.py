@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.monitor.events import FOLDER, FORMAT, VERSION, Kind, Part, StepRecord, pack_note, pack_step
+from paceline.monitor.events import FOLDER, FORMAT, VERSION, Kind, Part, StepRecord, Use, pack_note, pack_step
 
 TYPICAL_S = {
     Part.DATA: 1e-3,
@@ -19,6 +19,8 @@ TYPICAL_S = {
     Part.OPTIMIZER: 4e-3,
     Part.OTHER: 1e-3,
 }
+
+USE = Use(2.0**30)
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Simulated:
     every: int = 1
     meets_after_update: bool = False
     link: tuple[int, float] | None = None
+    use: Use = USE
     own: list[list[StepRecord]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class Simulated:
             clock = 999.0 + self.clocks.get(worker, 0.0)
             header = {"format": FORMAT, "version": VERSION, "worker": worker, "host": boot, "boot": boot, "step": 0}
             header |= {"clock": clock, "time": 1.7e9, "joins": False, **about}
-            packed = [pack_step(record, 2.0**30, 0.0) for record in records]
+            packed = [pack_step(record, self.use) for record in records]
             if ended:
                 packed.append(pack_note(Kind.END, worker, 0, self.steps, records[-1].voted + 1, ""))
             data = json.dumps(header).encode() + b"\n" + b"".join(packed)

@@ -13,7 +13,7 @@ import pytest
 
 from paceline import input_file
 from paceline.monitor import recorder
-from paceline.monitor.events import FOLDER, Part, StepRecord
+from paceline.monitor.events import FOLDER, Part, StepRecord, Use
 from paceline.monitor.recorder import EventFile, record_steps
 from paceline.monitor.run_events import read_run
 
@@ -24,8 +24,17 @@ def record(step: int) -> StepRecord:
     return StepRecord(0, 1, step, 10.0 + step, 10.2 + step, 10.3 + step, (0.1,) * len(Part), 0.0)
 
 
+class Meter:
+    def sample(self) -> None: ...
+
+    def read(self) -> Use:
+        return Use(2.0**20)
+
+    def close(self) -> None: ...
+
+
 def opened(folder: Path, **options: Any) -> EventFile:
-    return EventFile(folder, ABOUT, lambda: (2.0**20, 0.0), every_s=0.01, **options)
+    return EventFile(folder, ABOUT, Meter, every_s=0.01, **options)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -121,7 +130,7 @@ def test_a_folder_that_can_not_be_made_is_a_warning(tmp_path: Path, capsys: pyte
 
 def test_a_record_in_the_queue_costs_microseconds(tmp_path: Path) -> None:
     """1 % of a 50 ms step is 500 µs; the bound leaves room for a machine with other work."""
-    file = EventFile(tmp_path, ABOUT, lambda: (0.0, 0.0), every_s=recorder.EVERY_S)
+    file = EventFile(tmp_path, ABOUT, Meter, every_s=recorder.EVERY_S)
     began = time.thread_time()
     for step in range(2000):
         file.add(record(step))

@@ -29,6 +29,7 @@ from rich.text import Text
 
 import paceline
 from paceline.errors import WorldError
+from paceline.input_file import one_line
 from paceline.world.environment import explain, read_world, tensor_address, wanted_kernels
 from paceline.world.explanation import Finding, Level
 from paceline.world.host_limits import usable_cores
@@ -151,6 +152,7 @@ def torch_build(world: World) -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, "backends", "this torch was built without torch.distributed", advice)
         return
     yield accelerator(world.local_size)
+    yield gpu_use()
     yield kernels()
     yield backends({"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()})
     if (error := backend.registration_error) is not None:
@@ -174,6 +176,31 @@ def accelerator(workers: int) -> Finding:
         return Finding(Level.WARNING, "accelerator", f"{count} × {names} for {workers} workers", advice)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"  # type: ignore[no-untyped-call]
     return Finding(Level.OK, "accelerator", f"{count} × {names}, NCCL {nccl}")
+
+
+def gpu_use() -> Finding:
+    """Whether the monitor can tell how busy GPUs are; training needs none of it, so its absence is no warning."""
+    import torch
+
+    from paceline.monitor.resource_use import Gpu, opened_nvml, uuid_of
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        with opened_nvml() as nvml:
+            driver = nvml.nvmlSystemGetDriverVersion()
+    except ImportError:
+        what_to_do = ", so the monitor shows no use of GPUs: pip install 'paceline[monitor]'" if count else ""
+        return Finding(Level.OK, "NVML", f"none: nvidia-ml-py is not installed{what_to_do}")
+    except Exception as error:  # of the package, which is not known here, or of whatever driver is there
+        return Finding(Level.OK, "NVML", f"none: {one_line(str(error))}")
+    told, why = 0, ""
+    for index in range(count):
+        try:
+            Gpu(uuid_of(torch.device("cuda", index))).close()
+            told += 1
+        except Exception as error:
+            why = f" ({one_line(str(error))})"
+    return Finding(Level.OK, "NVML", f"driver {driver}, tells the use of {told} of {count} GPUs{why}")
 
 
 def kernels() -> Finding:

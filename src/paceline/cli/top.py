@@ -29,8 +29,8 @@ KEPT = 10_000
 """Records of each worker that are read again for every drawing."""
 LEAST_SHOWN_S = 5e-5
 HIDDEN, WAITING, OPTIMIZER = "hidden\ncomm.", "of it\nwaiting", "opti-\nmizer"
-CHECKPOINT, RECOVERY, MEMORY = "check-\npoint", "re-\ncovery", "memory"
-FIRST_TO_GO = (HIDDEN, RECOVERY, MEMORY, CHECKPOINT, "other", OPTIMIZER, WAITING)
+CHECKPOINT, RECOVERY, CPU, GPU, MEMORY = "check-\npoint", "re-\ncovery", "CPU", "GPU", "memory"
+FIRST_TO_GO = (HIDDEN, RECOVERY, MEMORY, CPU, CHECKPOINT, "other", OPTIMIZER, GPU, WAITING)
 """Columns, in a narrow terminal."""
 
 
@@ -115,6 +115,7 @@ def _table(run: RunEvents, last: int, without: Sequence[str] = ()) -> Table:
 
     from paceline.monitor.attribution import join
     from paceline.monitor.events import Part
+    from paceline.monitor.run_events import mean_share
 
     joined = join(run, last)
     waiting = dict(zip(joined.workers, joined.waiting.mean(axis=1), strict=True)) if len(joined.steps) else {}
@@ -138,8 +139,13 @@ def _table(run: RunEvents, last: int, without: Sequence[str] = ()) -> Table:
     shown = {name: value for name, value in shown.items() if name not in without}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
     table.title = f"milliseconds of a step, mean of the last {min(last, max(map(len, begun.values()), default=0))}"
-    memory = [MEMORY] if MEMORY not in without else []
-    for name in ("worker", "at step", "steps/s", *shown, *memory):
+    of_host: dict[str, Callable[[int], str]] = {
+        CPU: lambda worker: _percent(mean_share(begun[worker][-last:], "cpu")),
+        GPU: lambda worker: _percent(mean_share(begun[worker][-last:], "gpu")),
+        MEMORY: lambda worker: _memory(begun[worker][-1]),
+    }
+    of_host = {name: text for name, text in of_host.items() if name not in without and any(map(text, begun))}
+    for name in ("worker", "at step", "steps/s", *shown, *of_host):
         table.add_column(name, justify="right", no_wrap=True)
     for worker, steps in run.workers.items():
         if worker not in begun:
@@ -147,8 +153,13 @@ def _table(run: RunEvents, last: int, without: Sequence[str] = ()) -> Table:
             continue
         rate = f"{1 / np.maximum(means[worker].sum(), 1e-9):,.3g}"
         cells = [f"{1e3 * value(worker):,.1f}" for value in shown.values()]
-        table.add_row(str(worker), f"{int(steps['step'][-1]):,}", rate, *cells, *[_memory(steps[-1]) for _ in memory])
+        texts = [text(worker) for text in of_host.values()]
+        table.add_row(str(worker), f"{int(steps['step'][-1]):,}", rate, *cells, *texts)
     return table
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f}%"
 
 
 def _memory(record: Any) -> str:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from paceline.monitor.run_events import SHARES
 from paceline.tracking.prometheus import metric_name
 from paceline.tracking.reporter import in_section
 
@@ -32,6 +33,8 @@ HELP = {
     "paceline_worker_waiting_seconds": "of the vote, waiting for the worker that came last",
     "paceline_worker_hidden_communication_seconds": "of backward, while gradients were on their way",
     "paceline_worker_memory_bytes": "of the process (host) and on its device",
+    "paceline_worker_cpu_ratio": "of all CPUs that the worker may use, by its process and those below it",
+    "paceline_worker_gpu_ratio": "of the time, in which the worker's device had anything to do (NVML)",
     "paceline_straggler_late_seconds": "what the others wait for this worker in a step, by the part that is late",
     "paceline_straggler_cost_seconds": "in all, since it began",
 }
@@ -85,6 +88,9 @@ def _of_worker(run: Mapping[str, str], row: Mapping[str, Any], parts: Iterable[s
     yield "paceline_worker_hidden_communication_seconds", worker, row["hidden"]
     yield "paceline_worker_memory_bytes", {**worker, "kind": "host"}, row["memory"]
     yield "paceline_worker_memory_bytes", {**worker, "kind": "device"}, row["on_device"]
+    for of in SHARES:
+        if row[of] is not None:
+            yield f"paceline_worker_{of}_ratio", worker, row[of]
 
 
 def _number(value: float) -> str:

@@ -1,7 +1,7 @@
 """A run as its page shows it: one value of JSON, of a bounded size however long the run and however many its workers.
 
     RUN/events/         ─► history     at most 300 points: mean parts of a step over all workers, memory from the least
-                                       to the most that one of them has
+                                       to the most that one of them has, mean shares of CPU and GPU
                         ─► timeline    the last steps of every worker, part by part
                         ─► workers     means of its last 50 steps, a row each
                         ─► verdict     which worker the others wait for, in words
@@ -28,7 +28,7 @@ from paceline.errors import ConfigError
 from paceline.input_file import cause_of, one_line
 from paceline.monitor.attribution import Joined, Straggler, join, straggler
 from paceline.monitor.events import FOLDER, LONGEST_HEADER, RECORD_BYTES, Part
-from paceline.monitor.run_events import Records, RunEvents, read_run
+from paceline.monitor.run_events import SHARES, Records, RunEvents, Share, mean_share, read_run, shares
 from paceline.planner import residuals
 from paceline.tracking import json_lines
 
@@ -92,7 +92,8 @@ def view_of(folder: Path) -> dict[str, Any]:
 def _history(begun: Mapping[int, Records]) -> dict[str, Any]:
     """Points at equal distances of steps; each is of all records that fall into it."""
     if not begun:
-        return {"step": [], "time": [], "parts": [], "hidden": [], "memory": [], "memory_least": [], "on_device": []}
+        names = "step", "time", "parts", "hidden", "memory", "memory_least", "on_device", "cpu", "gpu"
+        return {name: [] for name in names}
     first = min(int(steps["step"][0]) for steps in begun.values())
     last = max(int(steps["step"][-1]) for steps in begun.values())
     width = -(-(last - first + 1) // POINTS)
@@ -122,7 +123,25 @@ def _history(begun: Mapping[int, Records]) -> dict[str, Any]:
         "memory": most[there].tolist(),
         "memory_least": least[there].tolist(),
         "on_device": on_device[there].tolist() if on_device.any() else [],
+        **{of: _share_history(begun, of, first, width, there) for of in SHARES},
     }
+
+
+def _share_history(
+    begun: Mapping[int, Records], of: Share, first: int, width: int, there: npt.NDArray[np.bool_]
+) -> list[float | None]:
+    """Means of all workers; nothing at all where no record has it, as of the GPU of those that train on the CPU."""
+    total, known = np.zeros(len(there)), np.zeros(len(there))
+    for steps in begun.values():
+        found = shares(steps, of)
+        has = ~np.isnan(found)
+        place = (steps["step"][has].astype(np.int64) - first) // width
+        total += np.bincount(place, found[has], len(there))
+        known += np.bincount(place, minlength=len(there))
+    if not known.any():
+        return []
+    pairs = zip(total[there].tolist(), known[there].tolist(), strict=True)
+    return [round(own / count, 4) if count else None for own, count in pairs]
 
 
 def _timeline(run: RunEvents, begun: Mapping[int, Records]) -> dict[str, Any]:
@@ -158,6 +177,7 @@ def _workers(run: RunEvents, begun: Mapping[int, Records], joined: Joined) -> li
                 "memory": float(steps["memory"][-1]),
                 "on_device": float(steps["device_memory"][-1]),
             }
+            row |= {of: mean_share(last, of) for of in SHARES}
         found.append(row)
     return found
 

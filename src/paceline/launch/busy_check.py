@@ -1,7 +1,4 @@
-"""Does a worker do anything? Time on a processor, as the kernel counts it, tells a busy worker from a hung one.
-
-    /proc/4711/stat     … utime stime cutime cstime …      its own, and what its ended children used
-    /proc/4711/task/*/children                             those that still run, and so on down
+"""Does a worker do anything? Time on a processor (world/processor_time.py) tells a busy worker from a hung one.
 
 `ActivityCheck`, when others have ended: a worker that waits for a peer that has gone uses next to nothing, one that
 saves, evaluates or compresses does not. Its children's work counts as its own.
@@ -19,11 +16,10 @@ an extension, a parser, a tokenizer that was not made for threads. That is no re
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from paceline.launch.agents import Decider
+from paceline.world.processor_time import own_processor_seconds, processor_seconds
 
 IDLE_SHARE = 0.01
 """Of one processor. Waiting with a look every now and then (threads that poll) stays below, work does not."""
@@ -33,36 +29,6 @@ BUSY_SHARE = 0.05
 BUSY_S = 0.025
 """At least: the kernel counts in hundredths of a second, and a thread that waits for Python's lock looks up often."""
 LOOK_EVERY_S = 0.5
-
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-def processor_seconds(pid: int, proc: Path = Path("/proc")) -> float:
-    """What a process and its descendants have used so far; those that have just ended may be missing."""
-    try:
-        fields = _stat(pid, proc)
-        children = [
-            int(child)
-            for task in (proc / str(pid) / "task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    except OSError:  # it has ended meanwhile
-        return 0.0
-    return sum(map(int, fields[11:15])) / _TICKS_PER_S + sum(processor_seconds(child, proc) for child in children)
-
-
-def own_processor_seconds(pid: int, proc: Path = Path("/proc")) -> float | None:
-    """What all threads of a process have used, without its children's; None where it is stopped, or gone."""
-    try:
-        fields = _stat(pid, proc)
-    except OSError:
-        return None
-    return None if fields[0] in "TtZX" else sum(map(int, fields[11:13])) / _TICKS_PER_S
-
-
-def _stat(pid: int, proc: Path) -> list[str]:
-    """The fields from the state on; the name in brackets before it may hold anything, spaces and brackets too."""
-    return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
 
 
 class ActivityCheck:

@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline.elastic.step_log import StepLog
 from paceline.launch.agents import Decider, HostAgent, LocalAgent, default_threads
-from paceline.launch.busy_check import ActivityCheck, BusyCheck, own_processor_seconds
+from paceline.launch.busy_check import ActivityCheck, BusyCheck
 from paceline.launch.control import ControlServer
 from paceline.launch.coordinator import Coordinator
 from paceline.launch.exit_rules import NOTICE
@@ -34,6 +34,7 @@ from paceline.launch.output import Screen, Stream, WorkerOutput
 from paceline.launch.rendezvous import HostAssignment, HostRendezvous, JoinedHost, JoinRequest, free_port, join
 from paceline.launch.worker_main import STACK_SIGNAL
 from paceline.world import environment, messages
+from paceline.world.processor_time import own_processor_seconds
 from paceline.world.world import LOOPBACK, World
 
 PRELOADED: tuple[str, ...] = (

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.monitor.events import Part
-from paceline.monitor.run_events import RunEvents
+from paceline.monitor.run_events import SHARES, RunEvents, mean_share
 
 COMPUTE, COMMUNICATION = 0, 1
 _BEFORE = (Part.RECOVERY, Part.DATA, Part.FORWARD, Part.BACKWARD)
@@ -60,6 +60,7 @@ def _step(worker: int, record: Any, zero: float) -> Iterator[dict[str, Any]]:
         return {"name": name, **place, **({"args": about} if about else {})}
 
     told = {part.name.lower(): round(1e3 * parts[part], 3) for part in Part} | {"memory_mib": _mib(record["memory"])}
+    told |= {f"{of}_percent": round(100 * busy) for of in SHARES if (busy := mean_share(record, of)) is not None}
     yield slice_of(f"step {int(record['step'])}", began, wall, generation=int(record["generation"]), ms=told)
     at = began
     for part in _BEFORE:

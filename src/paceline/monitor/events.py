@@ -11,6 +11,10 @@ the wall time. What a part waits for other workers (an all-gather of fsdp in for
 out of it and is communication. `arrived` and `voted` are the two ends of the step's vote, an all-gather: from `arrived`
 on a worker waits for the others, and `voted` is the same moment everywhere, up to the latency: it aligns the clocks of
 hosts.
+
+Two bytes say how busy the CPUs and the GPU were (see `Use`): 0 is not known, 1 to 101 are 0 to 100 percent. Files of
+versions that did not measure have 0 there, and versions that do not know the bytes pass over them, so VERSION is the
+same for all of them.
 """
 
 from __future__ import annotations
@@ -59,8 +63,17 @@ class StepRecord(NamedTuple):
     peer_s: float = 0.0  # and how much longer than for the median of the others
 
 
+class Use(NamedTuple):
+    """What a worker uses of its host when its records are written: bytes, and shares of 1. None: not known."""
+
+    memory: float
+    device_memory: float = 0.0
+    cpu: float | None = None  # of all CPUs that the process may use, by it and all processes below it
+    gpu: float | None = None  # of the time, in which its device had anything to do
+
+
 _HEAD = struct.Struct("<BxHIQd")
-_STEP = struct.Struct(f"<dd{len(Part)}ffffHxxf")
+_STEP = struct.Struct(f"<dd{len(Part)}ffffHBBf")
 _TEXT_BYTES = 72
 RECORD_BYTES = _HEAD.size + _TEXT_BYTES
 assert _STEP.size == _TEXT_BYTES
@@ -79,17 +92,22 @@ DTYPE = [
     ("memory", "<f4"),
     ("device_memory", "<f4"),
     ("peer", "<u2"),
-    ("_also", "<u2"),
+    ("cpu", "u1"),
+    ("gpu", "u1"),
     ("peer_s", "<f4"),
 ]
 """Of a record, for numpy: a file is read at once."""
 
 
-def pack_step(record: StepRecord, memory: float, device_memory: float) -> bytes:
-    """`memory` and `device_memory` in bytes."""
+def pack_step(record: StepRecord, use: Use) -> bytes:
     head = _HEAD.pack(Kind.STEP, record.rank, record.generation, record.step, record.began)
     times = record.arrived, record.voted, *record.parts, record.hidden_s
-    return head + _STEP.pack(*times, memory, device_memory, record.peer, record.peer_s)
+    of_host = use.memory, use.device_memory, record.peer, _byte_of(use.cpu), _byte_of(use.gpu)
+    return head + _STEP.pack(*times, *of_host, record.peer_s)
+
+
+def _byte_of(share: float | None) -> int:
+    return 0 if share is None else 1 + round(100 * min(max(share, 0.0), 1.0))
 
 
 def pack_note(kind: Kind, rank: int, generation: int, step: int, at: float, text: str) -> bytes:

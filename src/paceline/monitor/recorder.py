@@ -1,7 +1,7 @@
 """A worker writes its events: a step costs it one record in a queue, and a thread of its own does the rest.
 
     training thread     step counts ─► record ─► queue (bounded; full: dropped and counted)
-    this thread         every half second: memory of the process, records ─► RUN/events/worker-SLOT.N
+    this thread         every half second: memory, CPU and GPU of the worker, records ─► RUN/events/worker-SLOT.N
 
 Nothing that goes wrong here stops a training. Where the disk is full or slow records are dropped; the file then says
 how many, as soon as it can be written again.
@@ -21,10 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil  # type: ignore[import-untyped]
-
 from paceline import input_file
-from paceline.monitor.events import FOLDER, FORMAT, VERSION, Kind, StepRecord, pack_note, pack_step
+from paceline.monitor.events import FOLDER, FORMAT, VERSION, Kind, StepRecord, Use, pack_note, pack_step
+from paceline.monitor.resource_use import ResourceUse
 from paceline.world import messages
 from paceline.world.world import World
 
@@ -34,8 +33,19 @@ MOST_WAITING = 4096
 LEAVES_WITHIN_S = 2.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-Memory = Callable[[], tuple[float, float]]
-"""Bytes of this process on the host, and on its device."""
+
+class Meter(Protocol):
+    """Of what this worker uses of its host."""
+
+    def sample(self) -> None:
+        """Every half second."""
+        ...
+
+    def read(self) -> Use:
+        """Since it was read last; for the records that are written now."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Membership(Protocol):
@@ -75,12 +85,13 @@ class EventFile:
         self,
         folder: Path,
         about: Mapping[str, Any],
-        memory: Memory,
+        meter: Callable[[], Meter],
         *,
         every_s: float = EVERY_S,
         most_waiting: int = MOST_WAITING,
     ) -> None:
-        self._memory, self._every_s, self._most = memory, every_s, most_waiting
+        """`meter` is called by the thread: to open NVML takes its time, which no step should wait for."""
+        self._meter, self._every_s, self._most = meter, every_s, most_waiting
         self._queue: collections.deque[StepRecord | bytes] = collections.deque()
         self.dropped = 0
         self._told_dropped = 0
@@ -109,18 +120,20 @@ class EventFile:
 
     def _run(self) -> None:
         try:
-            while not self._ends.wait(self._every_s):
-                self._write()
-            self._write()
+            with contextlib.closing(self._meter()) as meter:
+                while not self._ends.wait(self._every_s):
+                    meter.sample()
+                    self._write(meter)
+                self._write(meter)
         finally:
             os.close(self._descriptor)
 
-    def _write(self) -> None:
+    def _write(self, meter: Meter) -> None:
         taken = [self._queue.popleft() for _ in range(len(self._queue))]
         if not taken:
             return
-        on_host, on_device = self._memory()
-        packed = [one if isinstance(one, bytes) else pack_step(one, on_host, on_device) for one in taken]
+        use = meter.read()
+        packed = [one if isinstance(one, bytes) else pack_step(one, use) for one in taken]
         steps = [one for one in taken if isinstance(one, StepRecord)]
         if steps:
             self._last = steps[-1].rank, steps[-1].generation, steps[-1].step
@@ -193,27 +206,12 @@ class Recorder:
         self._file.close()
 
 
-def memory_of(device: Any) -> Memory:
-    """Of this process, in bytes; `device` is torch's."""
-    process = psutil.Process()
-
-    def read() -> tuple[float, float]:
-        on_device = 0
-        if device.type == "cuda":
-            import torch
-
-            on_device = torch.cuda.memory_allocated(device)
-        return float(process.memory_info().rss), float(on_device)
-
-    return read
-
-
 def record_steps(
     folder: Path, about: Mapping[str, Any], workers: Workers, training: Callable[[], Any], device: Any
 ) -> Recorder | None:
     """Write this worker's events of the run in `folder`; None, with a warning, where that can't be."""
     try:
-        file = EventFile(folder, about, memory_of(device))
+        file = EventFile(folder, about, lambda: ResourceUse(device))
     except OSError as error:
         why = input_file.cause_of(error)
         messages.logger("engine").warning(

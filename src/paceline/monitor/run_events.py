@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ HOSTS_APART_S = 600.0
 """At most, by their calendars: further apart are two runs in one folder, which both have a step 1."""
 
 Records = npt.NDArray[Any]
+Share = Literal["cpu", "gpu"]
+SHARES: tuple[Share, ...] = ("cpu", "gpu")
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,19 @@ def _joined(before: Records, after: Records) -> Records:
     if len(after):
         before = before[before["step"] < after["step"][0]]
     return np.concatenate([before, after])
+
+
+def shares(steps: Records, of: Share) -> npt.NDArray[np.float64]:
+    """Between 0 and 1, as events.py has them in a byte; NaN: not known."""
+    coded = steps[of].astype(np.float64)
+    return np.where((coded > 0) & (coded <= 101), (coded - 1) / 100, np.nan)
+
+
+def mean_share(steps: Records, of: Share) -> float | None:
+    """Of the steps that have it; None: none has."""
+    found = shares(steps, of)
+    found = found[~np.isnan(found)]
+    return float(found.mean()) if len(found) else None
 
 
 # -- clocks ------------------------------------------------------------------------------------------------------------
