@@ -149,5 +149,6 @@ def test_the_late_worker_is_named_with_its_stack(tmp_path: Path, how: str, flags
     assert {rank for rank, _ in records} == ({"0", "2"} if "gloo" in flags else set()), job.text
     for _, file in records:
         assert json.loads(Path(file).read_text())["entries"]
-        Path(file).unlink()  # a user's to read, wherever this job's parent has its temporary folder
-    assert job.left == []
+        Path(file).unlink()
+    # They are the user's to read. Which folder is the temporary one is known to the workers' parent, maybe from before.
+    assert set(job.left) <= {file for _, file in records}
