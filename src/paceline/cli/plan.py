@@ -9,6 +9,7 @@ paceline plan --residuals runs
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,111 +25,92 @@ if TYPE_CHECKING:
 MOST = 10**7
 
 
+# -- the flags ---------------------------------------------------------------------------------------------------------
+
+_model = partial(typer.Option, rich_help_panel="Model")
+_machines = partial(typer.Option, rich_help_panel="Hardware")
+_tried = partial(typer.Option, rich_help_panel="What is tried")
+
+ScriptFile = Annotated[Path | None, typer.Argument(help="a script that trains with paceline", show_default=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(help="of the script; write them after --", show_default=False)]
+ModelName = Annotated[
+    str | None,
+    _model(
+        help="a transformers configuration (name, folder, config.json), or module:function -> (model, batch, loss)",
+        show_default=False,
+    ),
+]
+BatchSize = Annotated[int, _model(max=MOST, help="samples of a lane's batch")]
+Sequence = Annotated[int, _model(max=MOST, help="tokens of a sample, of a transformers model")]
+Optimizer = Annotated[str, _model(help="adamw, adam, sgd, momentum, lion or adafactor")]
+HardwareName = Annotated[
+    str | None,
+    _machines(
+        help="H100, H200, A100, L4, RTX 4090, or what `paceline bench hardware --json` wrote [default: here]",
+        show_default=False,
+    ),
+]
+NetworkName = Annotated[
+    str | None, _machines(help="between hosts, such as InfiniBand 400 or 25 GbE", show_default=False)
+]
+Workers = Annotated[int, _machines(max=MOST, help="in all")]
+PerHost = Annotated[int | None, _machines(max=MOST, help="workers on each host [default: all]", show_default=False)]
+MemoryGib = Annotated[float | None, _machines(help="of a worker [default: the hardware's]", show_default=False)]
+Backend = Annotated[str | None, _machines(help="paceline (shared memory), gloo or nccl", show_default=False)]
+StrategyNames = Annotated[
+    list[str] | None,
+    _tried(help="may be repeated [default: all that give the bits of ddp]", show_default=False),
+]
+Precisions = Annotated[
+    list[str] | None,
+    _tried(help="may be repeated: fp32, bf16, fp16 [default: fp32, on GPUs also bf16]", show_default=False),
+]
+MicroBatches = Annotated[
+    str | None, _tried(help="a list such as 1,2,4 [default: what divides the batch]", show_default=False)
+]
+GlobalBatch = Annotated[
+    int | None, _tried(max=MOST, help="samples of a step [default: batch size × workers]", show_default=False)
+]
+Checkpointing = Annotated[bool, _tried(help="also with activations made again in backward")]
+TimePasses = Annotated[
+    bool | None,
+    _tried(
+        "--time/--no-time",
+        help="run a pass here to time it [default: if it is planned for here]",
+        show_default=False,
+    ),
+]
+Everything = Annotated[bool, typer.Option("--all", help="show every way that fits")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="write every number there", show_default=False)]
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="write a page there", show_default=False)]
+Residuals = Annotated[
+    Path | None, typer.Option(help="instead: how wrong predictions of runs in this folder were", show_default=False)
+]
+
+
 def plan(
-    script: Annotated[
-        Path | None, typer.Argument(help="a script that trains with paceline", show_default=False)
-    ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="of the script; write them after --", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="a transformers configuration (name, folder, config.json), or module:function -> (model, batch, loss)",
-            show_default=False,
-            rich_help_panel="Model",
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(max=MOST, help="samples of a lane's batch", rich_help_panel="Model")] = 8,
-    sequence: Annotated[
-        int, typer.Option(max=MOST, help="tokens of a sample, of a transformers model", rich_help_panel="Model")
-    ] = 512,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, adam, sgd, momentum, lion or adafactor", rich_help_panel="Model")
-    ] = "adamw",
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            help="H100, H200, A100, L4, RTX 4090, or what `paceline bench hardware --json` wrote [default: here]",
-            show_default=False,
-            rich_help_panel="Hardware",
-        ),
-    ] = None,
-    network: Annotated[
-        str | None,
-        typer.Option(
-            help="between hosts, such as InfiniBand 400 or 25 GbE", show_default=False, rich_help_panel="Hardware"
-        ),
-    ] = None,
-    workers: Annotated[int, typer.Option(max=MOST, help="in all", rich_help_panel="Hardware")] = 1,
-    per_host: Annotated[
-        int | None,
-        typer.Option(
-            max=MOST, help="workers on each host [default: all]", show_default=False, rich_help_panel="Hardware"
-        ),
-    ] = None,
-    memory_gib: Annotated[
-        float | None,
-        typer.Option(help="of a worker [default: the hardware's]", show_default=False, rich_help_panel="Hardware"),
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(help="paceline (shared memory), gloo or nccl", show_default=False, rich_help_panel="Hardware"),
-    ] = None,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="may be repeated [default: all that give the bits of ddp]",
-            show_default=False,
-            rich_help_panel="What is tried",
-        ),
-    ] = None,
-    precision: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="may be repeated: fp32, bf16, fp16 [default: fp32, on GPUs also bf16]",
-            show_default=False,
-            rich_help_panel="What is tried",
-        ),
-    ] = None,
-    micro_batches: Annotated[
-        str | None,
-        typer.Option(
-            help="a list such as 1,2,4 [default: what divides the batch]",
-            show_default=False,
-            rich_help_panel="What is tried",
-        ),
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            max=MOST,
-            help="samples of a step [default: batch size × workers]",
-            show_default=False,
-            rich_help_panel="What is tried",
-        ),
-    ] = None,
-    checkpointing: Annotated[
-        bool, typer.Option(help="also with activations made again in backward", rich_help_panel="What is tried")
-    ] = True,
-    time_passes: Annotated[
-        bool | None,
-        typer.Option(
-            "--time/--no-time",
-            help="run a pass here to time it [default: if it is planned for here]",
-            show_default=False,
-            rich_help_panel="What is tried",
-        ),
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="show every way that fits")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="write every number there", show_default=False)
-    ] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="write a page there", show_default=False)] = None,
-    residuals: Annotated[
-        Path | None,
-        typer.Option(help="instead: how wrong predictions of runs in this folder were", show_default=False),
-    ] = None,
+    script: ScriptFile = None,
+    arguments: Arguments = None,
+    model: ModelName = None,
+    batch_size: BatchSize = 8,
+    sequence: Sequence = 512,
+    optimizer: Optimizer = "adamw",
+    hardware: HardwareName = None,
+    network: NetworkName = None,
+    workers: Workers = 1,
+    per_host: PerHost = None,
+    memory_gib: MemoryGib = None,
+    backend: Backend = None,
+    strategy: StrategyNames = None,
+    precision: Precisions = None,
+    micro_batches: MicroBatches = None,
+    global_batch: GlobalBatch = None,
+    checkpointing: Checkpointing = True,
+    time_passes: TimePasses = None,
+    everything: Everything = False,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+    residuals: Residuals = None,
 ) -> None:
     """What fits and what is fastest: every strategy, micro-batch, precision and checkpointing, ranked, before training.
 

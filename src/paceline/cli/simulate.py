@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,101 +23,98 @@ from paceline.errors import ConfigError
 from paceline.input_file import one_line
 
 MOST_SCENARIOS = 64
-JOB, NETWORK, SLOW, LOST, OUT = "What is trained", "Over which network", "What is slow", "What is lost", "Output"
 WHOLE = ("workers", "parameters", "lanes", "accumulate", "servers", "checkpoint_every", "spares", "every", "layers")
 
 
+# -- the flags ---------------------------------------------------------------------------------------------------------
+
+_job = partial(typer.Option, rich_help_panel="What is trained")
+_network = partial(typer.Option, rich_help_panel="Over which network")
+_slow = partial(typer.Option, rich_help_panel="What is slow")
+_lost = partial(typer.Option, rich_help_panel="What is lost")
+_output = partial(typer.Option, rich_help_panel="Output")
+
+ScenarioFiles = Annotated[
+    list[Path] | None, typer.Argument(metavar="FILE", help="Scenarios in TOML, YAML or JSON; flags go first.")
+]
+Workers = Annotated[str | None, _job("--workers", metavar="N,…")]
+StrategyNames = Annotated[str | None, _job("--strategy", metavar="NAME,…")]
+Algorithms = Annotated[str | None, _job("--algorithm", metavar="NAME,…", help="Of all-reduces; exact, unless given.")]
+Parameters = Annotated[str | None, _job("--parameters", metavar="P,…")]
+Layers = Annotated[int | None, _job("--layers", help="Of equal size; 24.")]
+BucketMb = Annotated[str | None, _job("--bucket-mb", metavar="MIB,…", help="16, as the engine's.")]
+GradientBytes = Annotated[int | None, _job("--gradient-bytes", help="Per parameter; 4.")]
+WeightBytes = Annotated[int | None, _job("--weight-bytes", help="Per parameter; 4.")]
+Lanes = Annotated[str | None, _job("--lanes", metavar="N,…", help="Of each worker; 1.")]
+Accumulate = Annotated[str | None, _job("--accumulate", metavar="N,…")]
+Servers = Annotated[str | None, _job("--servers", metavar="N,…", help="Of parameter_server.")]
+Every = Annotated[str | None, _job("--every", metavar="N,…", help="Of local_sgd and diloco.")]
+ComputeMs = Annotated[str | None, _job("--compute-ms", metavar="MS,…", help="Forward and backward of a micro-batch.")]
+UpdateMs = Annotated[float | None, _job("--update-ms", help="The optimizer, of all parameters.")]
+Steps = Annotated[int | None, _job("--steps", help="Simulated one by one; 100.")]
+Seed = Annotated[int | None, _job("--seed")]
+NetworkNames = Annotated[str | None, _network("--network", metavar="NAME,…", help="See --list-networks.")]
+ListNetworks = Annotated[bool, _network("--list-networks", help="Print them with their sources, and exit.")]
+Jitter = Annotated[str | None, _slow("--jitter", metavar="SHARE,…", help="Standard deviation, of 1.")]
+SlowWorkers = Annotated[int | None, _slow("--slow-workers")]
+SlowFactor = Annotated[float | None, _slow("--slow-factor", help="How much longer they take.")]
+PauseChance = Annotated[float | None, _slow("--pause-chance", help="Of a worker in a step.")]
+PauseMs = Annotated[float | None, _slow("--pause-ms")]
+Hours = Annotated[float | None, _lost("--hours", help="Of the job; 24.")]
+MtbfHours = Annotated[str | None, _lost("--mtbf-hours", metavar="H,…", help="Between failures of one worker.")]
+Recovery = Annotated[str | None, _lost("--recovery", metavar="elastic,restart")]
+CheckpointEvery = Annotated[str | None, _lost("--checkpoint-every", metavar="STEPS,…")]
+CheckpointSeconds = Annotated[float | None, _lost("--checkpoint-s", help="That a step waits for it.")]
+RestartSeconds = Annotated[float | None, _lost("--restart-s", help="All processes anew, checkpoint read; 60.")]
+DetectSeconds = Annotated[float | None, _lost("--detect-s", help="0.02.")]
+RegroupSeconds = Annotated[float | None, _lost("--regroup-s", help="0.19.")]
+ReplaceSeconds = Annotated[float | None, _lost("--replace-s", help="Until a fresh process has joined; 30.")]
+Spares = Annotated[str | None, _lost("--spares", metavar="N,…", help="Workers that wait.")]
+TraceFile = Annotated[Path | None, _output("--trace", help="A timeline for ui.perfetto.dev.")]
+TraceWorkers = Annotated[int, _output("--trace-workers")]
+TraceSteps = Annotated[int, _output("--trace-steps")]
+JsonFile = Annotated[Path | None, _output("--json", help="Every number.")]
+
+
 def simulate(
-    scenarios: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="Scenarios in TOML, YAML or JSON; flags go first.")
-    ] = None,
-    workers: Annotated[str | None, typer.Option("--workers", metavar="N,…", rich_help_panel=JOB)] = None,
-    strategy: Annotated[str | None, typer.Option("--strategy", metavar="NAME,…", rich_help_panel=JOB)] = None,
-    algorithm: Annotated[
-        str | None,
-        typer.Option("--algorithm", metavar="NAME,…", help="Of all-reduces; exact, unless given.", rich_help_panel=JOB),
-    ] = None,
-    parameters: Annotated[str | None, typer.Option("--parameters", metavar="P,…", rich_help_panel=JOB)] = None,
-    layers: Annotated[int | None, typer.Option("--layers", help="Of equal size; 24.", rich_help_panel=JOB)] = None,
-    bucket_mb: Annotated[
-        str | None, typer.Option("--bucket-mb", metavar="MIB,…", help="16, as the engine's.", rich_help_panel=JOB)
-    ] = None,
-    gradient_bytes: Annotated[
-        int | None, typer.Option("--gradient-bytes", help="Per parameter; 4.", rich_help_panel=JOB)
-    ] = None,
-    weight_bytes: Annotated[
-        int | None, typer.Option("--weight-bytes", help="Per parameter; 4.", rich_help_panel=JOB)
-    ] = None,
-    lanes: Annotated[
-        str | None, typer.Option("--lanes", metavar="N,…", help="Of each worker; 1.", rich_help_panel=JOB)
-    ] = None,
-    accumulate: Annotated[str | None, typer.Option("--accumulate", metavar="N,…", rich_help_panel=JOB)] = None,
-    servers: Annotated[
-        str | None, typer.Option("--servers", metavar="N,…", help="Of parameter_server.", rich_help_panel=JOB)
-    ] = None,
-    every: Annotated[
-        str | None, typer.Option("--every", metavar="N,…", help="Of local_sgd and diloco.", rich_help_panel=JOB)
-    ] = None,
-    compute_ms: Annotated[
-        str | None,
-        typer.Option(
-            "--compute-ms", metavar="MS,…", help="Forward and backward of a micro-batch.", rich_help_panel=JOB
-        ),
-    ] = None,
-    update_ms: Annotated[
-        float | None, typer.Option("--update-ms", help="The optimizer, of all parameters.", rich_help_panel=JOB)
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", help="Simulated one by one; 100.", rich_help_panel=JOB)
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", rich_help_panel=JOB)] = None,
-    network: Annotated[
-        str | None, typer.Option("--network", metavar="NAME,…", help="See --list-networks.", rich_help_panel=NETWORK)
-    ] = None,
-    list_networks: Annotated[
-        bool, typer.Option("--list-networks", help="Print them with their sources, and exit.", rich_help_panel=NETWORK)
-    ] = False,
-    jitter: Annotated[
-        str | None,
-        typer.Option("--jitter", metavar="SHARE,…", help="Standard deviation, of 1.", rich_help_panel=SLOW),
-    ] = None,
-    slow_workers: Annotated[int | None, typer.Option("--slow-workers", rich_help_panel=SLOW)] = None,
-    slow_factor: Annotated[
-        float | None, typer.Option("--slow-factor", help="How much longer they take.", rich_help_panel=SLOW)
-    ] = None,
-    pause_chance: Annotated[
-        float | None, typer.Option("--pause-chance", help="Of a worker in a step.", rich_help_panel=SLOW)
-    ] = None,
-    pause_ms: Annotated[float | None, typer.Option("--pause-ms", rich_help_panel=SLOW)] = None,
-    hours: Annotated[float | None, typer.Option("--hours", help="Of the job; 24.", rich_help_panel=LOST)] = None,
-    mtbf_hours: Annotated[
-        str | None,
-        typer.Option("--mtbf-hours", metavar="H,…", help="Between failures of one worker.", rich_help_panel=LOST),
-    ] = None,
-    recovery: Annotated[str | None, typer.Option("--recovery", metavar="elastic,restart", rich_help_panel=LOST)] = None,
-    checkpoint_every: Annotated[
-        str | None, typer.Option("--checkpoint-every", metavar="STEPS,…", rich_help_panel=LOST)
-    ] = None,
-    checkpoint_s: Annotated[
-        float | None, typer.Option("--checkpoint-s", help="That a step waits for it.", rich_help_panel=LOST)
-    ] = None,
-    restart_s: Annotated[
-        float | None, typer.Option("--restart-s", help="All processes anew, checkpoint read; 60.", rich_help_panel=LOST)
-    ] = None,
-    detect_s: Annotated[float | None, typer.Option("--detect-s", help="0.02.", rich_help_panel=LOST)] = None,
-    regroup_s: Annotated[float | None, typer.Option("--regroup-s", help="0.19.", rich_help_panel=LOST)] = None,
-    replace_s: Annotated[
-        float | None, typer.Option("--replace-s", help="Until a fresh process has joined; 30.", rich_help_panel=LOST)
-    ] = None,
-    spares: Annotated[
-        str | None, typer.Option("--spares", metavar="N,…", help="Workers that wait.", rich_help_panel=LOST)
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="A timeline for ui.perfetto.dev.", rich_help_panel=OUT)
-    ] = None,
-    trace_workers: Annotated[int, typer.Option("--trace-workers", rich_help_panel=OUT)] = 8,
-    trace_steps: Annotated[int, typer.Option("--trace-steps", rich_help_panel=OUT)] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Every number.", rich_help_panel=OUT)] = None,
+    scenarios: ScenarioFiles = None,
+    workers: Workers = None,
+    strategy: StrategyNames = None,
+    algorithm: Algorithms = None,
+    parameters: Parameters = None,
+    layers: Layers = None,
+    bucket_mb: BucketMb = None,
+    gradient_bytes: GradientBytes = None,
+    weight_bytes: WeightBytes = None,
+    lanes: Lanes = None,
+    accumulate: Accumulate = None,
+    servers: Servers = None,
+    every: Every = None,
+    compute_ms: ComputeMs = None,
+    update_ms: UpdateMs = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    network: NetworkNames = None,
+    list_networks: ListNetworks = False,
+    jitter: Jitter = None,
+    slow_workers: SlowWorkers = None,
+    slow_factor: SlowFactor = None,
+    pause_chance: PauseChance = None,
+    pause_ms: PauseMs = None,
+    hours: Hours = None,
+    mtbf_hours: MtbfHours = None,
+    recovery: Recovery = None,
+    checkpoint_every: CheckpointEvery = None,
+    checkpoint_s: CheckpointSeconds = None,
+    restart_s: RestartSeconds = None,
+    detect_s: DetectSeconds = None,
+    regroup_s: RegroupSeconds = None,
+    replace_s: ReplaceSeconds = None,
+    spares: Spares = None,
+    trace: TraceFile = None,
+    trace_workers: TraceWorkers = 8,
+    trace_steps: TraceSteps = 3,
+    json_file: JsonFile = None,
 ) -> None:
     """Simulate data-parallel training on up to a million workers: step time, scaling, goodput, what-if."""
     given = dict(locals())
