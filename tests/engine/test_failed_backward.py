@@ -176,3 +176,46 @@ def _prepared(engine: Engine) -> Any:
     _Bomb.armed = False
     model = Layers()
     return engine.prepare(model, torch.optim.AdamW(model.parameters()), DataLoader(vectors(24), batch_size=2))
+
+
+class _FailingSgd(torch.optim.SGD):
+    """Fails when the first of its two groups has been updated, once it is told to."""
+
+    armed = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.armed:
+            return super().step(closure)
+        self.param_groups, rest = self.param_groups[:1], self.param_groups[1:]
+        super().step(closure)
+        self.param_groups += rest
+        raise RuntimeError("out of memory, say")
+
+
+@pytest.mark.parametrize("then", ["goes on", "leaves", "hashes"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_step_whose_update_failed_never_counts(strategy: str, then: str) -> None:
+    """The body catches the exception, and then has the next step, leaves the loop, or looks at the weights."""
+    with Engine(strategy=strategy) as engine:
+        model = Layers()
+        groups = [{"params": model.first.parameters()}, {"params": model.last.parameters()}]
+        optimizer = _FailingSgd(groups, lr=0.1)
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(vectors(8), batch_size=2))
+        with pytest.raises(LoopError, match=r"the update of step 2 ended with RuntimeError on this worker"):
+            for x, _ in loader:
+                engine.backward(model(x))
+                _FailingSgd.armed = engine.step == 1
+                try:
+                    optimizer.step()
+                except RuntimeError as error:
+                    if isinstance(error, LoopError):
+                        raise
+                    _FailingSgd.armed = False
+                    if then != "goes on":
+                        break
+            assert then != "goes on"
+            if then == "hashes":
+                engine.weights_hash()
+            for _ in loader:
+                pytest.fail("a loop began after half an update")
+        assert engine.step == 1

@@ -102,6 +102,13 @@ def nothing_to_train() -> LoopError:
     return LoopError("nothing to train yet: give a model and an optimizer to engine.prepare() first")
 
 
+def update_failed(what: str) -> LoopError:
+    return LoopError(
+        f"{what}, and the loop's body caught that: weights may be half updated, which can't be taken back. "
+        "Let the exception through, and go on in a new process from the last saved state"
+    )
+
+
 def step_not_applied(step: int) -> LoopError:
     return LoopError(
         f"step {step + 1} has its gradient but no optimizer.step() was called before the next batch; call step() after "

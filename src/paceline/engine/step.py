@@ -768,8 +768,8 @@ class TrainStep:
             try:
                 result = self._update_with(optimizer)
             except BaseException as error:
-                # No worker may count a step of which this one has half an update.
-                if self._group.recovery.is_elastic and not isinstance(error, GenerationEnded):
+                # Half an update can't be taken back: this worker counts no such step, and makes none after it.
+                if not isinstance(error, GenerationEnded):
                     self.broken = f"the update of step {self.step + 1} ended with {type(error).__name__} on this worker"
                 raise
         return result
@@ -829,6 +829,8 @@ class TrainStep:
         """The loop asks for more: end what the last item left."""
         if self.now.phase is Phase.BETWEEN_STEPS:
             return
+        if self.broken is not None:
+            raise rules.update_failed(self.broken)
         if self.now.phase is Phase.COLLECTED:
             raise rules.step_not_applied(self.step)
         self._check_step_whole()
@@ -836,7 +838,7 @@ class TrainStep:
         with self.or_lost(unless_counted=True):
             if self.now.phase is Phase.ITEM:
                 self._skip_item()
-            if self.now.phase is Phase.APPLIED and self.broken is None:
+            if self.now.phase is Phase.APPLIED:
                 self._commit()
                 self._count()
                 self.strategy().end_step()
