@@ -284,7 +284,7 @@ class ItemFetcher:
     """Fetches work items as the user's DataLoader `source` would, in this process."""
 
     def __init__(self, source: DataLoader[Any], assignment: Assignment) -> None:
-        twice = assignment.lanes > 1
+        twice = assignment.looks_twice
         self._dataset = ItemDataset(source.dataset, source.collate_fn, assignment.seed, looks_twice=twice)
         self._pins = source.pin_memory and torch.accelerator.is_available()
 
@@ -313,7 +313,7 @@ class ProcessFetcher(ItemFetcher):
         self._watch = LoaderWatch(source.num_workers)
         self._memory = BatchMemory(source.num_workers, source.prefetch_factor or 1)
         slots, rings = self._watch.slots, self._memory.address
-        collate, twice = source.collate_fn, assignment.lanes > 1
+        collate, twice = source.collate_fn, assignment.looks_twice
         self._dataset = LoaderProcessDataset(source.dataset, collate, assignment.seed, slots, rings, looks_twice=twice)
         self._asked = _Asked()
         self._generator = torch.Generator()

@@ -19,6 +19,13 @@ class Assignment:
     seed: int
     global_batch_size: int | None = None
     timeout_s: float = 600.0
+    is_compared: bool = False
+    """`paceline verify` compares batches itself; a second look would change what a dataset with a state gives next."""
+
+    @property
+    def looks_twice(self) -> bool:
+        """A sample may be another worker's, so it has to be the same whoever fetches it (second_look.py)."""
+        return self.lanes > 1 and not self.is_compared
 
 
 class WorkSource(Protocol):

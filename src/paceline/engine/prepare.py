@@ -558,7 +558,10 @@ class Preparation:
             own = config.strategy.assign_lanes(config.lanes, world.size // parts)[world.rank // parts]
         else:
             own = tuple(lane // parts for lane in step.strategies.assignment[world.rank])
-        return Assignment(config.lanes, config.accumulate, own, config.seed, config.global_batch_size, config.timeout_s)
+        is_compared = self._group.seat.settings.verify is not None
+        return Assignment(
+            config.lanes, config.accumulate, own, config.seed, config.global_batch_size, config.timeout_s, is_compared
+        )
 
     def steps_per_epoch(self, loader: Any) -> int:
         self._objects.steps_were_asked = True
