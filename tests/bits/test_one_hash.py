@@ -34,6 +34,8 @@ def reference_for(strategy: Chosen) -> Any:
 BACKENDS = ("paceline", "gloo")
 KEEPS = (None, "nothing", "matmuls")  # what activation checkpointing keeps; None: there is none
 PRECISIONS = ("fp32", "bf16")
+# Without AVX-512 the bf16 LSTM of torch is made of operations that write into products: refused with +matmuls.
+LSTM_CHANGES_PRODUCTS = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 STRATEGIES = synchronous_strategies()
 Case = tuple[str, int, int, int, float, str, str | None, str, Chosen]
 # program, workers, lanes, accumulate, bucket_mib; backends, keeps and precisions in turn: every pair is in some row.
@@ -101,7 +103,8 @@ def test_any_number_of_workers_gives_the_bits_of_one_process(case: Case) -> None
     job: dict[str, Any] = {"lanes": lanes, "accumulate": accumulate, "bucket_mib": bucket_mib, "backend": backend}
     job["precision"] = precision
     if keep is not None:
-        job["activation_checkpointing"] = RECOMPUTED[program] + ("+matmuls" if keep == "matmuls" else "")
+        keeps = keep == "matmuls" and not (program == "lstm" and precision == "bf16" and LSTM_CHANGES_PRODUCTS)
+        job["activation_checkpointing"] = RECOMPUTED[program] + ("+matmuls" if keeps else "")
     found = hashes(run_workers(PROGRAMS[program], workers, strategy=strategy.config, **job))
     assert found == {hash_of_one_process(program, lanes, accumulate, precision, reference_for(strategy))}
 

@@ -269,7 +269,8 @@ class RepeatableCall:
                 raise
             raise ConfigError(
                 f"activation_checkpointing keeps what matrix products give, but {type(self._module).__name__} changes "
-                "such an output in place (as nn.ReLU(inplace=True) does); let it make a new tensor, or keep nothing"
+                "such an output in place (as nn.ReLU(inplace=True) does, or torch's nn.LSTM and nn.GRU where they have "
+                "no kernel of their own for this precision); let it make a new tensor, or keep nothing"
             ) from error
 
 
