@@ -23,6 +23,13 @@ def test_something_of_the_loop_the_step_and_the_recovery_is_quoted() -> None:
     assert {Path(file).stem for file, _ in QUOTED} == {"loop", "step", "recovery"}
 
 
+@pytest.mark.parametrize("room", ["engine", "collectives", "launch", "world", "elastic", "verify"])
+def test_the_first_lines_of_a_room_name_its_files(room: str) -> None:
+    folder = ROOT / "src" / "paceline" / room
+    listed = set(re.findall(r"\b\w+\b", (folder / "__init__.py").read_text()))
+    assert {file.stem for file in folder.glob("*.py") if file.stem != "__init__"} - listed == set()
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_files_that_are_named_are_there(file: str) -> None:
     places = [ROOT / "src" / "paceline" / file, ROOT / file, *(ROOT / "src").rglob(file)]

@@ -17,7 +17,7 @@ from paceline.bench.network_measure import measure
 from paceline.bench.report import show_network
 from paceline.cli import bench as cli
 from paceline.errors import ConfigError
-from paceline.world.sending_less import WAYS, Way
+from paceline.world.less_traffic import WAYS, Way
 from paceline.world.world import World
 from tests.workers import run_workers
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
 import pytest
 
 from paceline.elastic.decisions import Generation
+from paceline.elastic.recovery import Recovery
 from paceline.elastic.worker_agent import WorkerAgent
 from paceline.errors import WorldError
+from paceline.world.world import Elasticity, World
 
 
 class Line:
@@ -108,6 +111,40 @@ def test_who_waits_for_a_generation_that_nobody_announces_asks_for_one_and_gives
     with pytest.raises(WorldError, match=r"worker 1 waited 1\.5 s to hear who goes on, after: the line broke"):
         worker.next_generation(1, "the line broke")
     assert ("elastic.failed", {"generation": 1, "why": "the line broke"}) in line.told
+
+
+def test_a_wait_for_the_coordinator_ends_and_says_what_may_be_stopped() -> None:
+    worker = agent(Line(), wait_s=0.1)
+    commit = (
+        r"worker 1 waited 0\.1 s for the coordinator \(`paceline run` on host 0\) to commit step 7; "
+        r"is that process stopped \(SIGSTOP\)\?"
+    )
+    with pytest.raises(WorldError, match=commit):
+        worker.commits(7, 0, check=0, more=True)
+    begin = (
+        r"worker 1 waited 0\.1 s for all workers to enter their training loop; has one of them not come to it, or is"
+    )
+    with pytest.raises(WorldError, match=begin):
+        worker.enters(1, 0, {})
+
+
+def test_a_worker_that_the_others_go_on_without_says_so_and_exits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def exits(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("paceline.elastic.worker_agent.os._exit", exits)
+    worker = agent(Line())
+    with caplog.at_level(logging.WARNING, logger="paceline.elastic"), pytest.raises(SystemExit):
+        worker._hear(*generation(2, [0, 2]))
+    assert caplog.messages == ["paceline: the coordinator goes on without worker 1 (worker 2 died); this process exits"]
+
+
+def test_an_elastic_job_without_a_folder_for_its_state_says_how_to_start_it() -> None:
+    seat = World(elastic=Elasticity())
+    with pytest.raises(WorldError, match=r"PACELINE_MEMORY_FOLDER names none; start it with `paceline run --elastic`"):
+        Recovery(agent(Line()), seat, None, print)  # type: ignore[arg-type]
 
 
 def test_a_joiner_that_is_refused_hears_why() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ from torch.optim import Optimizer
 from paceline import Engine, World
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import find_device
+from paceline.engine.group import Group
 from paceline.errors import ConfigError, PeerLostError
-from paceline.strategies.registry import Job, Maker, Registered, register
-from paceline.world.world import TcpRendezvous
+from paceline.parameter_server.clock import BoundedStaleness
+from paceline.strategies.registry import Job, Maker, Registered, choose, register
+from paceline.strategies.server import ParameterServer
+from paceline.world.control import ControlClient
+from paceline.world.world import Elasticity, TcpRendezvous
 from tests.engine.local_training import LocalTraining, Strategy
 from tests.engine.loops import prepared
 from tests.workers import free_port, run_workers
@@ -113,3 +118,15 @@ def test_a_barrier_that_a_server_does_not_reach_says_who_was_waited_for() -> Non
 def test_a_server_holds_its_weights_in_the_hosts_memory() -> None:
     server = World(rank=1, size=1, local_rank=1, servers=1, rendezvous=TcpRendezvous("127.0.0.1", 1))
     assert find_device(server, "cuda:0") == torch.device("cpu")
+
+
+def test_an_asynchronous_clock_with_elastic_is_refused_and_what_to_do_instead_is_said() -> None:
+    group = object.__new__(Group)
+    group.seat, group.supervisor = World(elastic=Elasticity()), object.__new__(ControlClient)
+    group._config = SimpleNamespace(strategy=choose(ParameterServer(clock=BoundedStaleness(2))))  # type: ignore[assignment]
+    told = (
+        r"--elastic can't be combined with strategy parameter_server clock=s=2,from=100: its workers do not make every "
+        r"step together, .* Start it without --elastic; under an asynchronous clock losing a worker that is no server"
+    )
+    with pytest.raises(ConfigError, match=told):
+        group._join_elastic_job(None)  # type: ignore[arg-type]

@@ -167,7 +167,7 @@ def test_words_that_make_no_sense_are_complained_about_and_the_worker_lives_on(c
         client.ask("store.get", timeout_s=5)
     assert [line.partition(":")[2] for line in channel.complaints] == [
         " worker 1 sent a malformed message 'phase': 'sleeping' is not a valid Phase",
-        " worker 1 sent a malformed message 'weather': this supervisor does not know this kind",
+        " worker 1 sent a malformed message 'weather': unknown message kind; use one version of paceline on all hosts",
         " worker 1 sent a malformed message 'policy': survive_worker_loss is 'yes', neither true nor false",
         " worker 1 sent a malformed message 'policy': hang_timeout_s is -1, not a number of seconds",
     ]

@@ -23,7 +23,7 @@ from paceline.errors import ConfigError
 from paceline.launch.job import Job
 from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
-from paceline.world.sending_less import LARGE, WAYS, Way
+from paceline.world.less_traffic import LARGE, WAYS, Way
 from paceline.world.world import LaunchSettings
 
 MODULE = "paceline.bench.network_measure"

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from paceline.collectives.canonical_sum import Scatter, SumPlan
 from paceline.collectives.choice import Choice
+from paceline.collectives.collective_queue import CollectiveQueue, Event, QueuedWork
 from paceline.collectives.communicator import Communicator, Done, Handle
 from paceline.collectives.direct_all_reduce import (
     direct_all_reduce,
@@ -38,7 +39,6 @@ from paceline.collectives.direct_all_reduce import (
 from paceline.collectives.executor import Scratch, run_schedule
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.schedule import Schedule
-from paceline.collectives.shared_memory.group import CollectiveQueue, Event, QueuedWork
 from paceline.elastic.faults import fault_point, ordered
 from paceline.world.waiting import Waiting
 

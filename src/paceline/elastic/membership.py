@@ -118,7 +118,7 @@ class CommittedSteps:
         self._raised_in.add(place)
         return again
 
-    def compare(self, readies: Mapping[int, Ready]) -> Finding | None:
+    def commit_if_equal(self, readies: Mapping[int, Ready]) -> Finding | None:
         """All are ready, by slot: for the same step, and with the same result? Then it is committed."""
         if len({ready.place for ready in readies.values()}) > 1:
             told = ", ".join(f"worker {number} for step {ready.step}" for number, ready in readies.items())
@@ -262,7 +262,7 @@ class Membership:
         readies = {other.number: other.ready for other in members if other.ready is not None}
         if len(readies) < len(members):
             return []
-        found = self._steps.compare(readies)
+        found = self._steps.commit_if_equal(readies)
         more = all(ready.more for ready in readies.values())
         return self._act_on(found, now) if found else self._commit(ready, now, more=more)
 

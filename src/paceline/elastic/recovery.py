@@ -1,9 +1,9 @@
-"""A worker in an elastic job: its steps count when the coordinator commits them, and it recovers when others are lost.
+"""A worker's side of an elastic job: committing steps, and recovering when the workers change.
 
     a step     … READY ─► COMMIT                                                                      `commits`
     a death    GENERATION ─► the group is abandoned ─► the step is lost ─► `recover`:
-                 the next generation ─► teardown ─► connect ─► agree with joiners ─► reopen the strategies
-                 ─► committed state ─► lanes ─► barrier ─► the step runs again
+                 the next generation ─► teardown ─► connect ─► agree with joiners ─► reopen the strategies, assign lanes
+                 ─► committed state ─► the loader's share of the data ─► barrier ─► the step runs again
     a joiner   prepares alone, stands in front of the loop (`join`), and is taken in between two steps, or when the
                others enter a loop
 
@@ -117,7 +117,7 @@ class Parts(Protocol):
     def connect(self, world: World) -> Communicator: ...
 
     def assemble(self, world: World) -> None:
-        """Open the strategies for these workers."""
+        """Open the strategies for these workers, which assigns the lanes."""
         ...
 
     def put_plain(self, plain: Mapping[str, Any]) -> None: ...
@@ -129,7 +129,7 @@ class Parts(Protocol):
         ...
 
     def deal_anew(self, world: World, lanes: Sequence[Any] | None, *, joins: bool) -> None:
-        """This worker's lanes, from the committed place on."""
+        """Give the loaders this worker's share of the data, by its lanes, from the committed place on."""
         ...
 
 
@@ -207,7 +207,8 @@ class Recovery(NoRecovery):
         assert seat.elastic is not None
         if seat.elastic.memory_folder is None:
             raise WorldError(
-                "an elastic job needs a folder that outlives its workers, and PACELINE_MEMORY_FOLDER names none"
+                "an elastic job needs a folder that outlives its workers, and PACELINE_MEMORY_FOLDER names none; start "
+                "it with `paceline run --elastic`, which sets it"
             )
         self.agent = agent
         self.loop = 0
@@ -370,7 +371,7 @@ class Recovery(NoRecovery):
             parts.put_plain(told)
         parts.assemble(world)
 
-        # The committed state and this worker's lanes; no worker begins the step before all are there.
+        # The committed state and this worker's share of the data; no worker begins the step before all are there.
         places = [told["place"]] if joins else None
         if joins or parts.takes_places or parts.keeps_residuals or not parts.replicated:
             number, writers = self._saved.number, self._saved.writers

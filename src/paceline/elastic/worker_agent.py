@@ -88,7 +88,7 @@ class WorkerAgent:
         with self._news:
             self._wait_for(
                 lambda: self._committed >= (step, update) or self._newest.number > number,
-                f"the coordinator decides about step {step}",
+                f"the coordinator (`paceline run` on host 0) to commit step {step}; is that process stopped (SIGSTOP)?",
             )
             return self._committed >= (step, update)
 
@@ -139,7 +139,11 @@ class WorkerAgent:
             self._committed = (step, LAST)  # it may have gone back to an older state
         self._client.tell("elastic.enter", generation=number, loop=loop, step=step, facts=dict(facts))
         with self._news:
-            self._wait_for(lambda: self._begun >= loop or self._newest.number > number, "all have entered their loop")
+            self._wait_for(
+                lambda: self._begun >= loop or self._newest.number > number,
+                "all workers to enter their training loop; has one of them not come to it, or is the coordinator "
+                "(`paceline run` on host 0) stopped (SIGSTOP)?",
+            )
             return self._begun >= loop
 
     def leave(self, loop: int) -> None:
@@ -187,7 +191,8 @@ class WorkerAgent:
     def _change(self, generation: Generation) -> None:
         if self.slot not in (*generation.members, *generation.servers):
             # Fenced, and still here: what it would do from now on is another's to do.
-            messages.logger("elastic").warning(f"paceline: {self._name} was given up: {generation.why}")
+            left_out = f"the coordinator goes on without {self._name} ({generation.why}); this process exits"
+            messages.logger("elastic").warning(f"paceline: {left_out}")
             os._exit(SUPERVISOR_GONE)
         with self._news:
             if generation.number <= self._newest.number:
@@ -211,5 +216,5 @@ class WorkerAgent:
             while not true():
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise WorldError(f"{self._name} waited {self._wait_s:g} s until {what}; is it stopped (SIGSTOP)?")
+                    raise WorldError(f"{self._name} waited {self._wait_s:g} s for {what}")
                 self._news.wait(min(left, 1.0))

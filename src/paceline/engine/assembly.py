@@ -1,4 +1,16 @@
-"""What an engine is made of, taken apart and put together again when its workers change (see `elastic.recovery`)."""
+"""What an engine is made of, taken apart and put together again when its workers change.
+
+`Assembly` is the `Parts` of elastic/recovery.py, whose `_regroup` calls it in this order:
+
+    teardown      strategies and communicator of the generation that is over; models and optimizers are plain again
+    connect       a communicator between the workers that there are now
+    assemble      strategies opened for them, and with these the lanes assigned
+    put_tensors   the committed state, where this worker's own is not right as it stands
+    deal_anew     the loaders' shares of the data, for training and evaluation
+
+What a commit asks for is here too: this worker's part of the state, its place in the data, the record of samples, and
+whether the loop has more to do.
+"""
 
 from __future__ import annotations
 

@@ -159,8 +159,9 @@ class Group:
             return
         if not config.strategy.is_synchronous:
             raise ConfigError(
-                f"--elastic with strategy {config.strategy}: its workers don't wait for each other: there is no "
-                "step that all could do again; it goes on without lost workers by itself: start it without --elastic"
+                f"--elastic can't be combined with strategy {config.strategy}: its workers do not make every step "
+                "together, and only a step of all workers can be committed, or done again. Start it without --elastic; "
+                "under an asynchronous clock losing a worker that is no server does not end the job"
             )
         members = tuple(slot for slot, _ in seat.elastic.members) or tuple(range(seat.size))
         servers = tuple(range(seat.size, seat.size + seat.servers))

@@ -1,4 +1,10 @@
-"""Which gradients an update needs: one strategy for each set of optimizers that act together."""
+"""Which gradients an update needs: one strategy for each set of optimizers that act together.
+
+    open the registered strategy ─► assign lanes ─► `of(optimizers)`: their strategy, made anew when parameters change
+
+What concerns all strategies of a job goes through the table: the sum plan of a step's lanes (`plan`), drain, saving and
+loading of their state, a parameter's full tensor, close, and teardown when the workers change.
+"""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Coordinator:
             case "table":
                 self._show(SummaryTable.of(body["title"], body["rows"]))
             case _:
-                raise ValueError("this supervisor does not know this kind")
+                raise ValueError("unknown message kind; use one version of paceline on all hosts")
 
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:
         process = self.processes[rank]

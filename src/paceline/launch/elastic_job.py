@@ -212,7 +212,7 @@ class ElasticJob:
             case "elastic.grouped":
                 self._carry_out(members.grouped(slot, int(body["generation"])))
             case _:
-                raise ValueError("this supervisor does not know this kind")
+                raise ValueError("unknown message kind; use one version of paceline on all hosts")
 
     # ---- starts, failures and exits of processes; True: handled here, False: the exit rules apply ----------
 

@@ -7,9 +7,10 @@ A file registers its `Registered` when it is imported; `strategies/__init__.py` 
 the fuzzer iterate over `STRATEGIES`, so a synchronous one is tested by existing.
 
 To add one, write in a file of its own: a class with the members of `Strategy` (most come from `InBuckets` in
-buckets.py, or from `ShardedStrategy` in zero/sharded.py), a `Maker` that makes it for some optimizers' parameters, a
-frozen config, and `register(Registered(name, config, open))`; then name the file in `strategies/__init__.py`. Where
-else its name belongs is listed in docs/architecture.md.
+buckets.py, from `ShardedStrategy` in zero/sharded.py, or where replicas differ between steps from `LocalTraining` in
+local/local_training.py), a `Maker` that makes it for some optimizers' parameters, a frozen config, and
+`register(Registered(name, config, open))`; then name the file in `strategies/__init__.py`. Where else its name belongs
+is listed in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ class Registered:
     takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
     fills_meta: bool = False  # it gives models that were built on the meta device their first weights itself
     replicated: bool = False  # every worker has all of the state, and an update needs no other worker
-    lanes_apart: bool = False  # every lane has weights, a gradient and optimizer state of its own
+    lanes_apart: bool = False
+    """Every lane has weights, a gradient and optimizer state of its own. Only what says how much memory that takes
+    (engine/memory_check.py) reads it, before the strategy is opened; the step reads `Strategy.lanes_apart`."""
     full_weights: bool = False  # on every worker between steps: it can run the model's forward without the others
     passes_lanes_on: bool = False  # a step's lanes may be with other workers than in the last one: for second opinions
 

@@ -1,15 +1,20 @@
 """A strategy says *when* tensors move. The loop calls it at the same points whatever it does there.
 
+agreement(round)             whether the workers exchange votes in this round (the table below)
 start_step(round, plan)
-  start_lane(lane)           before a lane's first forward: the model holds the weights that the lane reads
-  start_backward(item)       once per item; gradients of the lane so far are put back
+  start_lane(lane)           only where lanes are apart, before a lane's first forward: the model holds its weights
+  start_backward(item)       in each engine.backward of the item; gradients of the lane so far are put back
     (hooks)                  a gradient is final: its bucket may leave
-  finish_backward(item)      the lane's gradients are put away, `.grad` is None again
-collect(tally)               after the worker's last item: the step's gradient is where `apply` wants it
+  finish_backward(item)      after its last one: the lane's gradients are put away, `.grad` is None again
+  skip(item)                 in its place, where the body left the item without a last backward
+used()                       after the worker's last item, for its vote: which parameters got a gradient here
+collect(tally)               the step's gradient is where `apply` wants it
+keeps_finite()               where the loss is scaled: whether all that was collected is finite
 clip(max_norm)               if the loop asks for it
+keep_residuals()             before the commit of a step that is applied: compression keeps what it left out
 apply(optimizer, step)       who runs the update: the optimizer here, one on a shard, or a server
 end_step()
-drain()                     at a boundary: updates under way are in, the model holds the newest weights
+drain()                      at a boundary: updates under way are in, the model holds the newest weights
 
 A *round* is a step of the loop, those left out included; `round` is how many came before it in the job, so it counts
 from 0. In which rounds the workers exchange their votes is the strategy's choice:
@@ -113,7 +118,11 @@ class Strategy(Protocol):
 
     @property
     def lanes_apart(self) -> bool:
-        """Between two agreed rounds lanes have weights of their own, and so buffers. Those that never agree are too."""
+        """Between two agreed rounds lanes have weights of their own, and so buffers. Those that never agree are too.
+
+        It drives the step (engine/step.py) and what is saved of buffers (engine/state.py). `Registered.lanes_apart`
+        tells the memory check the same before there is a strategy.
+        """
         ...
 
     @property
@@ -134,7 +143,8 @@ class Strategy(Protocol):
         ...
 
     def start_lane(self, lane: int) -> None:
-        """The lane's first item of the round is handed out."""
+        """The lane's first item of the round is handed out. Called only in rounds in which lanes are apart: by
+        `lanes_apart`, or where workers never agree."""
         ...
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None: ...

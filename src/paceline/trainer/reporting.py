@@ -28,7 +28,7 @@ from paceline.trainer.callbacks import TrainerCallback, full_metric_name
 from paceline.trainer.meters import Meters
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.world import messages
-from paceline.world.sending_less import waiting_told
+from paceline.world.less_traffic import waiting_told
 from paceline.world.terminal import duration
 
 SHOWN = {"learning_rate": "lr", "eval_loss": "eval loss"}

@@ -4,6 +4,7 @@ in the launcher                                         in every worker of a set
   jobs        a setting is a job of `paceline run`        request      what verify wants of it
   record      what its workers wrote                      recorder     fingerprints of each item and step
   comparison  the first difference of two runs            operators    each operator of one item, for a closer look
+  first_different_operator   where two lists of operators part
   causes      what it was likely caused by
   report      for people, and as JSON
 

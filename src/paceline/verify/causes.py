@@ -2,7 +2,7 @@
 
 The order of a step is the argument. Where data and random state are the same and the loss is not, something in forward
 is the worker's own; where lanes' gradients are the same and their sum is not, it is the sum. A closer look at the
-operators of the item (`parting.py`) makes it a line of the script.
+operators of the item (`first_different_operator.py`) makes it a line of the script.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.verify import comparison as c
-from paceline.verify import parting as p
+from paceline.verify import first_different_operator as o
 from paceline.verify.comparison import Difference
-from paceline.verify.parting import Parting
+from paceline.verify.first_different_operator import DifferentOperator
 from paceline.verify.record import Run
 
 
@@ -24,7 +24,12 @@ class Cause:
 
 
 def likely_cause(
-    found: Difference, reference: Run, other: Run, parted: Parting | None = None, *, repeats: bool | None = None
+    found: Difference,
+    reference: Run,
+    other: Run,
+    parted: DifferentOperator | None = None,
+    *,
+    repeats: bool | None = None,
 ) -> Cause:
     """`repeats`: whether a second run of the same setting gave what the first one did; None: it was not tried."""
     if repeats is False:
@@ -81,8 +86,8 @@ def lane(found: Difference) -> str:
     return f"lane {number}{more}{f', update {update}' if update else ''}"
 
 
-def _not_deterministic(found: Difference, parted: Parting | None) -> Cause:
-    if parted is not None and parted.kind in (p.OPERATOR, p.RANDOM):
+def _not_deterministic(found: Difference, parted: DifferentOperator | None) -> Cause:
+    if parted is not None and parted.kind in (o.OPERATOR, o.RANDOM):
         what = f"{parted.operators[0]} gave other results for the same inputs"
     elif parted is not None:
         what = f"the runs part at {parted.operators[0]}"
@@ -96,18 +101,18 @@ def _not_deterministic(found: Difference, parted: Parting | None) -> Cause:
     )
 
 
-def _of_operators(found: Difference, parted: Parting) -> Cause:
+def _of_operators(found: Difference, parted: DifferentOperator) -> Cause:
     ours, theirs = parted.operators
     at = f"{lane(found)} (worker {found.workers[0]})" if found.workers else lane(found)
     match parted.kind:
-        case p.ORDER:
+        case o.ORDER:
             return Cause(
                 "a rank-dependent branch",
                 f"{at} ran {theirs} where the reference ran {ours}: a branch that depends on the worker",
                 "compute the same on every worker; what one of them does for all, such as printing, must not touch the "
                 "loss",
             )
-        case p.NUMBER:
+        case o.NUMBER:
             assert parted.left is not None
             assert parted.right is not None
             return Cause(
@@ -116,7 +121,7 @@ def _of_operators(found: Difference, parted: Parting) -> Cause:
                 "the reference: a number that depends on the rank, the workers, or the items that this worker has run",
                 "take such numbers from engine.step, which is the same everywhere",
             )
-        case p.OUTSIDE:
+        case o.OUTSIDE:
             return Cause(
                 "state outside the engine",
                 f"{theirs} read a tensor that is no parameter, no buffer, not in the batch, and another one in {at}: "
@@ -125,13 +130,13 @@ def _of_operators(found: Difference, parted: Parting) -> Cause:
                 "register_buffer() what a model keeps, so that each lane begins with the step's; draw from torch, "
                 "numpy.random or random, which the engine seeds for every item",
             )
-        case p.STATE:
+        case o.STATE:
             return Cause(
                 "unsynchronised buffers",
                 f"{theirs} read {parted.name}, which was another in {at} when it came there",
                 "change weights by the optimizer alone, and buffers in forward alone",
             )
-        case p.RANDOM:
+        case o.RANDOM:
             assert parted.left is not None
             if parted.left["generator"]:
                 return Cause(

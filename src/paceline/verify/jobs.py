@@ -19,7 +19,7 @@ from paceline.errors import ConfigError
 from paceline.verify import comparison
 from paceline.verify.causes import Cause, likely_cause
 from paceline.verify.comparison import KEPT, Difference, differences_in, first_difference
-from paceline.verify.parting import Parting, parting
+from paceline.verify.first_different_operator import DifferentOperator, first_different_operator
 from paceline.verify.record import Run, Setting, Step, read_run
 from paceline.verify.request import Look, Place, Request, operators_file, record_file, values_file
 
@@ -80,7 +80,7 @@ class Outcome:
     other: int | None = None  # the run that is unlike
     cause: Cause | None = None
     element: Element | None = None
-    parted: Parting | None = None
+    parted: DifferentOperator | None = None
     repeats: bool | None = None
 
     @property
@@ -195,7 +195,7 @@ class Verification:
             out.repeats = None if None in found_again else found_again == {True}
             folders = (self._folder_of(reference.setting, look), self._folder_of(other.setting, look))
             if look.item is not None:
-                out.parted = _parting(look.item, *folders)
+                out.parted = _different_operator(look.item, *folders)
             out.element = next(_elements(look, found, *folders), None)
         out.cause = likely_cause(found, reference, other, out.parted, repeats=out.repeats)
 
@@ -254,11 +254,11 @@ def _no_step(script: str, folder: Path) -> str:
     )
 
 
-def _parting(item: Place, ours: Path, theirs: Path) -> Parting | None:
+def _different_operator(item: Place, ours: Path, theirs: Path) -> DifferentOperator | None:
     name = operators_file(item)
     if not ((ours / name).exists() and (theirs / name).exists()):
         return None
-    return parting(*(json.loads((folder / name).read_text()) for folder in (ours, theirs)))
+    return first_different_operator(*(json.loads((folder / name).read_text()) for folder in (ours, theirs)))
 
 
 def _elements(look: Look, found: Difference, ours: Path, theirs: Path) -> Iterator[Element]:

@@ -135,7 +135,7 @@ def watched(name: str, method: Callable[..., Any], group: Any, given: tuple[Any,
     return made[0]
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- checks, and tensors in parts --------------------------------------------------------------------------------------
 
 
 def check_root(operation: str, root: int, size: int) -> None:
@@ -229,3 +229,34 @@ def of_root(
     check_single(operation, lists, f"{which} list")
     check_parts(operation, lists[0], whole, size, which)
     return list(lists[0])
+
+
+def check_equal_parts(operation: str, whole: Tensor, size: int) -> None:
+    if whole.numel() % size:
+        raise CollectiveError(f"{operation}: {whole.numel():,} elements can't be cut into {size} equal parts")
+
+
+def check_cut(operation: str, whole: Tensor, part: Tensor, size: int) -> None:
+    """The whole is one part for each rank."""
+    check_equal_parts(operation, whole, size)
+    if whole.dtype != part.dtype or whole.numel() != size * part.numel():
+        wrong = "type" if whole.dtype != part.dtype else "size"
+        raise CollectiveError(
+            f"{operation}: invalid tensor {wrong}: a part of {part.numel():,} {part.dtype} for each of {size} ranks, "
+            f"and a whole of {whole.numel():,} {whole.dtype}"
+        )
+
+
+def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
+    return list(flat.view(size, -1).unbind()) if flat.numel() else [flat] * size
+
+
+def split_rows(flat: Tensor, tensor: Tensor, splits: Any, size: int) -> list[Tensor]:
+    """Parts of so many rows each; equal ones where nothing is said."""
+    if not splits:
+        check_equal_parts("all_to_all", flat, size)
+        return equal_parts(flat, size)
+    row = flat.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    if sum(splits) != tensor.shape[0]:
+        raise CollectiveError(f"all_to_all: splits {list(splits)} don't add up to {tensor.shape[0]} rows")
+    return list(torch.split(flat, [rows * row for rows in splits]))

@@ -6,13 +6,7 @@
     group ─► collective queue ─► operations, bucket sums ─► barrier, segments, kernels        collectives
           ─► point-to-point queues                                                            messages
 
-The *collective queue* runs a group's operations in the order in which they were asked for, in the caller or a thread:
-
-    asked for with async_op, or while others are under way ──► the queue's thread        the caller goes on
-    asked for to be waited for, with nothing under way     ──► the caller itself         no thread is woken
-    asked for by a callback that the queue's thread runs   ──► there, after what came before: no other thread would
-
-While a profiler records, all of them run in the thread, and show as asynchronous events like those of torch's backends.
+The queue is collectives/collective_queue.py; what is asked of a call's tensors, and its short forms, are calls.py.
 """
 
 from __future__ import annotations
@@ -20,19 +14,17 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.futures import Future
 
+from paceline.collectives.collective_queue import CollectiveQueue, Event, QueuedWork
 from paceline.collectives.shared_memory import calls
 from paceline.collectives.shared_memory.barrier import LINE, Barrier
 from paceline.collectives.shared_memory.kernels import choose_kernels, compiled_library
@@ -49,195 +41,10 @@ from paceline.collectives.shared_memory.operations import (
 from paceline.collectives.shared_memory.point_to_point import ANY, CHANNEL_BYTES, PointToPointQueues
 from paceline.collectives.shared_memory.segment import PAGE, Arenas, Segment, agree, until_all_have_heard
 from paceline.errors import CollectiveError, ConfigError
-from paceline.torch_compat import begin_record, dispatch_modes, end_record, never_traced, profiler_enabled
+from paceline.torch_compat import dispatch_modes, never_traced, profiler_enabled
 from paceline.world import environment
 
-# -- the collective queue ----------------------------------------------------------------------------------------------
-
-
-LINGER_S = 2.0  # how long the end of a group waits for what is under way
-
-
-class Event(NamedTuple):
-    """What a profiler shows: a name, and the shapes of some tensors."""
-
-    name: str
-    tensors: Sequence[Tensor] = ()
-
-
-_ending = threading.Lock()  # the end of a work and the first question for its future
-
-
-def _wait_only(work: QueuedWork) -> None:
-    """Nothing is done for a work by whoever waits for it."""
-
-
-class QueuedWork(dist.Work):
-    """What c10d calls a work: something under way, whose end and failure can be waited for."""
-
-    def __init__(self, result: list[Any], event: Event) -> None:
-        super().__init__()
-        self.source = -1
-        self._result = result
-        self._done = False
-        self._gate = threading.Lock()  # taken until the end; an Event would be three objects on the way of every call
-        self._gate.acquire()
-        self._error: BaseException | None = None
-        self._future: Future[Any] | None = None
-        self._outcome: Future[list[Any]] | None = None
-        self._record = begin_record(event.name, *event.tensors) if profiler_enabled() else None
-        self.help = _wait_only  # set by a queue whose thread may come to wait
-
-    def finish(self, error: BaseException | None = None) -> None:
-        self._error = error
-        if self._record is not None:  # before a thread that waits can stop the profiler
-            end_record(self._record)
-            self._record = None
-        with _ending:
-            self._done = True
-            future = self._future
-        self._gate.release()
-        if future is not None:
-            future.set_result(None)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.help(self)
-        seconds = timeout.total_seconds() if timeout else 0.0
-        if not self._done:
-            if not self._gate.acquire(timeout=seconds if seconds > 0 else -1):
-                raise CollectiveError(f"the timeout of {seconds:g} s ended before the operation did")
-            self._gate.release()
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        return self._done
-
-    def is_success(self) -> bool:
-        return self._done and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def result(self) -> list[Any]:
-        return self._result
-
-    def source_rank(self) -> int:
-        return self.source
-
-    _source_rank = source_rank
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> Future[list[Any]]:
-        with _ending:
-            if self._outcome is None:
-                self._future = Future()
-                # An exception raised in a callback is an error for C++ too; one that is set is a value to it.
-                self._outcome = self._future.then(self._result_or_error)
-                done = self._done
-            else:
-                done = False
-        if done and self._future is not None:
-            self._future.set_result(None)
-        return self._outcome
-
-    def _result_or_error(self, _: Future[Any]) -> list[Any]:
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
-class CollectiveQueue:
-    """Runs operations in order. The thread starts with the first operation that needs it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: deque[tuple[Callable[[], None], QueuedWork]] = deque()
-        self._change = threading.Condition()
-        self._busy = self._closed = False
-        self._thread: threading.Thread | None = None
-
-    def run(self, operation: Callable[[], None], result: list[Any], event: Event, *, at_once: bool) -> QueuedWork:
-        """`at_once`: the caller will wait for it anyway."""
-        with self._change:
-            if self._closed:
-                raise CollectiveError("the group has been shut down")
-            work = QueuedWork(result, event)
-            work.help = self._help
-            here = at_once and not self._busy and not self._jobs and not profiler_enabled()
-            if here:
-                self._busy = True
-            else:
-                self._jobs.append((operation, work))
-                self._start()
-                self._change.notify_all()
-        if here:
-            self._do(operation, work)
-        else:
-            self._help(work)
-        return work
-
-    def close(self) -> None:
-        """Take nothing more on; the thread ends after what is under way."""
-        with self._change:
-            self._closed = True
-            self._change.notify_all()
-
-    def join(self, seconds: float) -> bool:
-        """Whether the thread, if there was one, has ended."""
-        if self._thread is None or self._thread is threading.current_thread():
-            return True
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-
-    def _work(self) -> None:
-        while True:
-            with self._change:
-                while not self._closed and (self._busy or not self._jobs):
-                    self._change.wait()
-                if not self._jobs:
-                    return
-                operation, work = self._jobs.popleft()
-                self._busy = True
-            self._do(operation, work)
-            del operation, work  # what it moved may be freed
-
-    def _help(self, work: QueuedWork) -> None:
-        """Called in the queue's own thread, by a callback that wants `work` to end: do what is waiting up to there."""
-        if threading.current_thread() is not self._thread:
-            return
-        while not work.is_completed():
-            with self._change:
-                while self._busy:  # a caller's operation
-                    self._change.wait()
-                if not self._jobs:
-                    return
-                operation, next_work = self._jobs.popleft()
-                self._busy = True
-            self._do(operation, next_work)
-
-    def _do(self, operation: Callable[[], None], work: QueuedWork) -> None:
-        error: BaseException | None = None
-        try:
-            with torch.no_grad():
-                operation()
-        except BaseException as problem:
-            error = problem
-        with self._change:
-            self._busy = False
-            self._change.notify_all()
-        work.finish(error)
-
-
-# -- a call, and what is asked of its tensors --------------------------------------------------------------------------
+# -- a call in any of its forms ----------------------------------------------------------------------------------------
 
 
 def collective(operator: str, short: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Any]:
@@ -267,41 +74,11 @@ def _long_form(method: Any, short: Any, given: tuple[Any, ...], named: dict[str,
     return inspect.signature(method).bind(None, *given, **named).args[1:] if named else given
 
 
-def check_equal_parts(operation: str, whole: Tensor, size: int) -> None:
-    if whole.numel() % size:
-        raise CollectiveError(f"{operation}: {whole.numel():,} elements can't be cut into {size} equal parts")
-
-
-def check_cut(operation: str, whole: Tensor, part: Tensor, size: int) -> None:
-    """The whole is one part for each rank."""
-    check_equal_parts(operation, whole, size)
-    if whole.dtype != part.dtype or whole.numel() != size * part.numel():
-        wrong = "type" if whole.dtype != part.dtype else "size"
-        raise CollectiveError(
-            f"{operation}: invalid tensor {wrong}: a part of {part.numel():,} {part.dtype} for each of {size} ranks, "
-            f"and a whole of {whole.numel():,} {whole.dtype}"
-        )
-
-
-def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
-    return list(flat.view(size, -1).unbind()) if flat.numel() else [flat] * size
-
-
-def split_rows(flat: Tensor, tensor: Tensor, splits: Any, size: int) -> list[Tensor]:
-    """Parts of so many rows each; equal ones where nothing is said."""
-    if not splits:
-        check_equal_parts("all_to_all", flat, size)
-        return equal_parts(flat, size)
-    row = flat.numel() // tensor.shape[0] if tensor.shape[0] else 0
-    if sum(splits) != tensor.shape[0]:
-        raise CollectiveError(f"all_to_all: splits {list(splits)} don't add up to {tensor.shape[0]} rows")
-    return list(torch.split(flat, [rows * row for rows in splits]))
-
-
 # -- the group ---------------------------------------------------------------------------------------------------------
 
 
 NAME = "paceline"
+LINGER_S = 2.0  # how long the end of a group waits for what is under way
 MOST_RANKS = 64
 LEAST_SLOT_BYTES = 2**20
 SMALLEST_SLOT = 4096  # an element for each of 64 ranks fits, whatever its dtype
@@ -538,8 +315,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> QueuedWork:
         def run() -> None:
             with flat_outs([output]) as (flat,):
-                outs = split_rows(flat, output, output_splits, self._size)
-                self._operations.all_to_all(outs, split_rows(flat_of(mine), mine, input_splits, self._size))
+                outs = calls.split_rows(flat, output, output_splits, self._size)
+                self._operations.all_to_all(outs, calls.split_rows(flat_of(mine), mine, input_splits, self._size))
 
         return self._run(run, [output], opts, "all_to_all", [mine])
 
@@ -692,24 +469,24 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> QueuedWork:
         for output, mine in zip(outputs, inputs, strict=True):
-            check_cut("all_gather", output, mine, self._size)
+            calls.check_cut("all_gather", output, mine, self._size)
 
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
                 with flat_outs([output]) as (flat,):
-                    self._operations.all_gather(equal_parts(flat, self._size), flat_of(mine))
+                    self._operations.all_gather(calls.equal_parts(flat, self._size), flat_of(mine))
 
         return self._run(run, list(outputs), opts, "all_gather", inputs)
 
     def _scatter_sums(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> QueuedWork:
         op = _op(opts)
         for output, mine in zip(outputs, inputs, strict=True):
-            check_cut("reduce_scatter", mine, output, self._size)
+            calls.check_cut("reduce_scatter", mine, output, self._size)
 
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
                 with flat_outs([output]) as (flat,):
-                    parts = equal_parts(flat_of(mine), self._size)
+                    parts = calls.equal_parts(flat_of(mine), self._size)
                     self._operations.reduce_scatter(flat, parts, op)
 
         return self._run(run, list(outputs), opts, "reduce_scatter", inputs)
@@ -762,7 +539,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return segment
 
 
-for _one in (*vars(SharedMemoryGroup).values(), *vars(QueuedWork).values()):
+for _one in vars(SharedMemoryGroup).values():
     if inspect.isfunction(_one):
         never_traced(_one)  # DDP's C++ calls them in the middle of a compiled forward
 

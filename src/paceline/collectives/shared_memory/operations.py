@@ -9,6 +9,10 @@
 | reduce-scatter  | 1      | (N-1)/N · Z           | own part of all N                                      |
 | all-gather      | 1      | Z                     | N · Z                                                  |
 | broadcast       | 1      | Z at the root         | Z                                                      |
+| reduce          | 2      | (N-1)/N · Z           | own part of all N; then, at the root, all parts' sums  |
+| gather          | 1      | Z                     | N · Z at the root                                      |
+| scatter         | 1      | Z at the root         | own part of the root's                                 |
+| all-to-all      | 2      | Z                     | own part of all N; the first round is that of lengths  |
 
 There are two sets of slots, taken in turn. A rank that comes to barrier k+1 has read what was written before barrier k,
 so two sets are enough, and one barrier per round. Tensors larger than a slot go in pieces. A tensor that lies in shared

@@ -20,7 +20,7 @@ Entry = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Parting:
+class DifferentOperator:
     kind: str
     at: int
     left: Entry | None
@@ -40,20 +40,22 @@ def told(entry: Entry | None) -> str:
     return f"{entry['name']}{where}"
 
 
-def parting(left: Sequence[Entry], right: Sequence[Entry]) -> Parting | None:
+def first_different_operator(left: Sequence[Entry], right: Sequence[Entry]) -> DifferentOperator | None:
     """None: every operator had the same inputs and gave the same."""
     for at, (ours, theirs) in enumerate(zip(left, right, strict=False)):
         if (ours["name"], ours["line"]) != (theirs["name"], theirs["line"]):
-            return Parting(ORDER, at, ours, theirs)
+            return DifferentOperator(ORDER, at, ours, theirs)
         if ours["others"] != theirs["others"]:
-            return Parting(NUMBER, at, ours, theirs)
+            return DifferentOperator(NUMBER, at, ours, theirs)
         for (origin, value), (_, other) in zip(ours["inputs"], theirs["inputs"], strict=False):
             if value != other:
                 kind = OUTSIDE if origin == "outside" else OPERATOR if origin == "an operator" else STATE
-                return Parting(kind, at, ours, theirs, origin)
+                return DifferentOperator(kind, at, ours, theirs, origin)
         if ours["outputs"] != theirs["outputs"]:
-            return Parting(RANDOM if ours["random"] else OPERATOR, at, ours, theirs)
+            return DifferentOperator(RANDOM if ours["random"] else OPERATOR, at, ours, theirs)
     at = min(len(left), len(right))
     if len(left) != len(right):
-        return Parting(ORDER, at, left[at] if at < len(left) else None, right[at] if at < len(right) else None)
+        return DifferentOperator(
+            ORDER, at, left[at] if at < len(left) else None, right[at] if at < len(right) else None
+        )
     return None

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from paceline.verify import comparison as c
-from paceline.verify import parting as p
+from paceline.verify import first_different_operator as o
 from paceline.verify.causes import likely_cause
 from paceline.verify.comparison import Difference
-from paceline.verify.parting import parting
+from paceline.verify.first_different_operator import first_different_operator
 from paceline.verify.record import Run, Setting
 
 RUNS = Run(Setting(1, "ddp")), Run(Setting(2, "ddp"))
@@ -34,20 +34,20 @@ def entries(draw: random.Random, count: int) -> list[dict[str, Any]]:
 
 
 CHANGES: dict[str, Any] = {
-    p.ORDER: lambda entry: entry | {"line": "train.py:99"},
-    p.NUMBER: lambda entry: entry | {"others": "2.0"},
-    p.OUTSIDE: lambda entry: entry | {"inputs": [["outside", "other"]]},
-    p.STATE: lambda entry: entry | {"inputs": [["0.weight", "other"]]},
-    p.OPERATOR: lambda entry: entry | {"outputs": ["other"]},
-    p.RANDOM: lambda entry: entry | {"outputs": ["other"], "random": True},
+    o.ORDER: lambda entry: entry | {"line": "train.py:99"},
+    o.NUMBER: lambda entry: entry | {"others": "2.0"},
+    o.OUTSIDE: lambda entry: entry | {"inputs": [["outside", "other"]]},
+    o.STATE: lambda entry: entry | {"inputs": [["0.weight", "other"]]},
+    o.OPERATOR: lambda entry: entry | {"outputs": ["other"]},
+    o.RANDOM: lambda entry: entry | {"outputs": ["other"], "random": True},
 }
 NAMED = {
-    p.ORDER: "a rank-dependent branch",
-    p.NUMBER: "a value that depends on the worker",
-    p.OUTSIDE: "state outside the engine",
-    p.STATE: "unsynchronised buffers",
-    p.OPERATOR: "an operator that depends on more than its inputs",
-    p.RANDOM: "seeded by the worker",
+    o.ORDER: "a rank-dependent branch",
+    o.NUMBER: "a value that depends on the worker",
+    o.OUTSIDE: "state outside the engine",
+    o.STATE: "unsynchronised buffers",
+    o.OPERATOR: "an operator that depends on more than its inputs",
+    o.RANDOM: "seeded by the worker",
 }
 
 
@@ -57,42 +57,42 @@ def test_the_first_entry_that_differs_says_why(kind: str, seed: int) -> None:
     draw = random.Random(seed)
     left = entries(draw, draw.randint(3, 12))
     at = draw.randrange(len(left))
-    origin = {p.OUTSIDE: "outside", p.STATE: "0.weight"}.get(kind, "an operator")
-    left[at] |= {"inputs": [[origin, "one"]], "random": kind == p.RANDOM}
+    origin = {o.OUTSIDE: "outside", o.STATE: "0.weight"}.get(kind, "an operator")
+    left[at] |= {"inputs": [[origin, "one"]], "random": kind == o.RANDOM}
     right = copy.deepcopy(left)
     right[at] = CHANGES[kind](right[at])
     for later in range(at + 1, len(left)):  # what follows from it
         right[later]["inputs"] = [["an operator", "follows"]]
-    found = parting(left, right)
+    found = first_different_operator(left, right)
     assert found is not None
     assert (found.kind, found.at) == (kind, at)
     loss = Difference(c.LOSS, 1, "loss", (1, 0, 0), (1,), values=(1.0, 2.0))
     cause = likely_cause(loss, *RUNS, found, repeats=True)
     assert cause.name == NAMED[kind]
-    assert f"train.py:{at if kind != p.ORDER else 99}" in cause.text
+    assert f"train.py:{at if kind != o.ORDER else 99}" in cause.text
     assert "lane 1 (worker 1)" in cause.text
 
 
 def test_lists_that_are_alike_do_not_part_and_a_longer_one_does_at_its_end() -> None:
     left = entries(random.Random(0), 5)
-    assert parting(left, copy.deepcopy(left)) is None
-    found = parting(left, left[:3])
+    assert first_different_operator(left, copy.deepcopy(left)) is None
+    found = first_different_operator(left, left[:3])
     assert found is not None
-    assert (found.kind, found.at, found.operators[1]) == (p.ORDER, 3, "nothing more")
+    assert (found.kind, found.at, found.operators[1]) == (o.ORDER, 3, "nothing more")
 
 
 def test_a_generator_of_its_own_is_told_from_seeding() -> None:
     (entry,) = entries(random.Random(0), 1)
     left = entry | {"random": True, "generator": True}
     loss = Difference(c.LOSS, 1, "loss", (1, 0, 0), (1,), values=(1.0, 2.0))
-    cause = likely_cause(loss, *RUNS, parting([left], [left | {"outputs": ["x"]}]), repeats=True)
+    cause = likely_cause(loss, *RUNS, first_different_operator([left], [left | {"outputs": ["x"]}]), repeats=True)
     assert cause.name == "random state outside the engine"
 
 
 def test_runs_that_do_not_repeat_themselves_have_a_non_deterministic_operator() -> None:
     (entry,) = entries(random.Random(0), 1)
     loss = Difference(c.LOSS, 1, "loss", (0, 0, 0), (0,), values=(1.0, 2.0))
-    cause = likely_cause(loss, *RUNS, parting([entry], [entry | {"outputs": ["x"]}]), repeats=False)
+    cause = likely_cause(loss, *RUNS, first_different_operator([entry], [entry | {"outputs": ["x"]}]), repeats=False)
     assert cause.name == "a non-deterministic operator"
     assert f"{entry['name']} at train.py:0" in cause.text
 
