@@ -3,6 +3,8 @@ VENV   := .venv
 PYTHON := $(VENV)/bin/python
 PIP    := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY  := $(VENV)/.ready
+# Tests start Python some hundred times: where nothing may be kept, each start compiles the whole package anew, 1.3 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test lint types layers pytest test-rest test-all bits fuzz faults conformance scripts test-browser wheel figures docs clean
 help:

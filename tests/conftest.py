@@ -16,6 +16,7 @@ for those in a browser.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import subprocess
 import sys
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(map(item.get_closest_marker, PROCESSES)):
             item.add_marker(pytest.mark.unit)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all that they import live to the end: engines and collections need not walk over them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -196,6 +196,7 @@ class _FailingSgd(torch.optim.SGD):
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_step_whose_update_failed_never_counts(strategy: str, then: str) -> None:
     """The body catches the exception, and then has the next step, leaves the loop, or looks at the weights."""
+    _FailingSgd.armed = _Bomb.armed = False
     with Engine(strategy=strategy) as engine:
         model = Layers()
         groups = [{"params": model.first.parameters()}, {"params": model.last.parameters()}]
