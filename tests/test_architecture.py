@@ -23,7 +23,9 @@ def test_something_of_the_loop_the_step_and_the_recovery_is_quoted() -> None:
     assert {Path(file).stem for file, _ in QUOTED} == {"loop", "step", "recovery"}
 
 
-@pytest.mark.parametrize("room", ["engine", "collectives", "launch", "world", "elastic", "verify"])
+@pytest.mark.parametrize(
+    "room", ["engine", "collectives", "collectives/shared_memory", "strategies", "launch", "world", "elastic", "verify"]
+)
 def test_the_first_lines_of_a_room_name_its_files(room: str) -> None:
     folder = ROOT / "src" / "paceline" / room
     listed = set(re.findall(r"\b\w+\b", (folder / "__init__.py").read_text()))
@@ -40,4 +42,4 @@ def test_classes_and_methods_that_are_named_are_there() -> None:
     code = "\n".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py"))
     for name, member in NAMES:
         assert re.search(rf"\b(class {name}\b|{name}(: [^=\n]*)? = )", code), name
-        assert not member or re.search(rf"def {member}\(|self\.{member}\b", code), f"{name}.{member}"
+        assert not member or re.search(rf"def {member}\(|self\.{member}\b|^    {member}: ", code, re.MULTILINE), f"{name}.{member}"

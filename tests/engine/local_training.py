@@ -129,7 +129,7 @@ class LocalMaker(Maker):
         pass
 
 
-register(Registered("local_training", LocalTraining, LocalMaker, is_synchronous=lambda config: False))
+register(Registered("local_training", LocalTraining, LocalMaker, bits_of_one_process=lambda config: False))
 
 
 def strategy_of(engine: Engine) -> Strategy:

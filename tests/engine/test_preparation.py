@@ -45,6 +45,22 @@ def test_five_things_in_any_order_come_back_in_that_order(order: tuple[int, ...]
         assert (back[2].dataset, back[3].dataset) == (data, held_out)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "reduction", "told"),
+    [
+        ("ddp", "exact", "ddp, exact ·"), ("ddp", "fast", "ddp, fast ·"), ("star", "fast", "star, fast ·"),
+        ("zero1", "fast", "zero1, exact ·"), ("zero2", "fast", "zero2, exact ·"), ("fsdp", "fast", "fsdp, exact ·"),
+    ],
+)  # fmt: skip
+def test_the_first_line_says_how_gradients_are_really_added(
+    strategy: str, reduction: Any, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(strategy=strategy, reduction=reduction) as engine:
+        model = nn.Linear(8, 1)
+        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(vectors(16), batch_size=4))
+    assert told in capsys.readouterr().out
+
+
 def shuffled() -> DataLoader[Any]:
     return DataLoader(vectors(), batch_size=4, shuffle=True)
 

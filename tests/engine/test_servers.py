@@ -65,7 +65,7 @@ def open_served(config: Served, job: Job) -> LocalMaker:
     raise SystemExit(0)
 
 
-register(Registered("served", Served, open_served, is_synchronous=lambda config: False, uses_servers=True))
+register(Registered("served", Served, open_served, bits_of_one_process=lambda config: False, uses_servers=True))
 
 
 def trains(world: World, *, folder: str) -> tuple[int, int, list[str]]:

@@ -72,7 +72,7 @@ BOUNDED = Registered(
     "bounded",
     _Bounded,
     open=lambda config, job: None,  # type: ignore[arg-type, return-value]
-    is_synchronous=lambda config: config.steps == 0,
+    bits_of_one_process=lambda config: config.steps == 0,
     examples=(_Bounded(mode="aggregate"), _Bounded(steps=3)),
 )
 

@@ -98,7 +98,7 @@ class OwnedSum:
         return rows
 
     def commit(self, used: Sequence[bool]) -> None:
-        """The step is applied; what no lane used (by span) keeps its residual."""
+        """The step is about to be committed; what no lane used (by span) keeps its residual."""
         kept, old = self._next, self._now
         if kept is None or not self._feedback:
             return

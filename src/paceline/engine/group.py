@@ -157,7 +157,7 @@ class Group:
         seat, config = self.seat, self._config
         if seat.elastic is None or not isinstance(self.supervisor, ControlClient):
             return
-        if not config.strategy.is_synchronous:
+        if not config.strategy.bits_of_one_process:
             raise ConfigError(
                 f"--elastic can't be combined with strategy {config.strategy}: its workers do not make every step "
                 "together, and only a step of all workers can be committed, or done again. Start it without --elastic; "

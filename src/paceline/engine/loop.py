@@ -8,7 +8,8 @@
 
 The place in the data moves when a step counts, so a state saved between two steps continues with the very next sample,
 on any number of workers. What does not count when the workers change is handed out again, to those that there are then.
-`_recovers` is the one place where a step is tried again; the recovery itself is told in elastic/recovery.py.
+`_recovers` is the one place where a step is tried again (between two loops engine/boundary.py calls `start_over`); the
+recovery itself is told in elastic/recovery.py.
 """
 
 from __future__ import annotations

@@ -624,7 +624,10 @@ class Preparation:
         batch, amount = source.described()
         strategy = f"{config.strategy} ({config.chosen_because})" if config.chosen_because else str(config.strategy)
         started = world.source + (f", {config.mesh}" if config.mesh.splits_model else "")
-        summed = config.reduction if config.strategy.is_synchronous else "weights may be old"
+        entry = config.strategy.entry
+        summed = config.reduction if entry.adds_fast else "exact"
+        if not config.strategy.bits_of_one_process:
+            summed = "weights may be old" if entry.uses_servers else "bits depend on the number of workers"
         return (
             f"paceline: global batch {batch} · "
             f"{counted(world.size * config.mesh.tp, 'worker')} × {counted(config.threads, 'thread')} ({started}) · "

@@ -47,7 +47,7 @@ class RecordedStep(TrainStep):
             "workers": world.size,
             "strategy": config.strategy.name,
             "whole": config.strategy.entry.full_weights,
-            "synchronous": config.strategy.is_synchronous,
+            "synchronous": config.strategy.bits_of_one_process,
             "optimizers": [f"{type(one).__module__}.{type(one).__qualname__}" for one in self._optimizers],
             "facts": {name: _plain(value) for name, value in job_facts(config, {}, self._group.device).items()},
             "reduction": config.reduction,

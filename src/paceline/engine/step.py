@@ -184,7 +184,7 @@ class ItemState:
 
 @dataclass
 class StepState:
-    """All that a step knows until it ends."""
+    """What a step knows until it ends; what the loop's calls leave on `TrainStep` itself, `lose` resets."""
 
     phase: Phase = Phase.BETWEEN_STEPS
     item: WorkItem | None = None
@@ -208,7 +208,9 @@ class StepState:
     overflowed: bool = False  # the scaled gradient was not finite: no worker applies it
     check: int = 0  # of what all workers must have alike
     watched: bool = False  # its lanes' gradients are hashed, to be computed again by other workers
-    committed: bool = True  # it counts, whatever happens to workers from now on
+    committed: bool = (
+        False  # it counts, whatever happens to workers from now on; in a job that is not elastic from its start
+    )
     counted: bool = False
     traffic_before: Traffic = field(default_factory=Traffic)
     was_asked_to_stop: bool = False  # before this step
@@ -839,7 +841,7 @@ class TrainStep:
             if self.now.phase is Phase.ITEM:
                 self._skip_item()
             if self.now.phase is Phase.APPLIED:
-                self._commit()
+                self._commit()  # if it waited for an optimizer that the body did not step
                 self._count()
                 self.strategy().end_step()
                 self._peers.compare_weights(self.strategies)

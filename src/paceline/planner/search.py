@@ -264,7 +264,7 @@ def strategies_for(request: Request, hardware: Hardware) -> tuple[list[Chosen], 
             )
         return [choose(name) for name in request.strategies], []
     known = [choose(name) for name in FOOTPRINTS if name in STRATEGIES]
-    alike = [one for one in known if one.is_synchronous and one.entry.bits_of_ddp]
+    alike = [one for one in known if one.bits_of_one_process and one.entry.bits_of_ddp]
     several_hosts = request.on_host < request.workers
     left_out = []
     if not several_hosts:

@@ -269,6 +269,7 @@ register(
         "ddp",
         DdpConfig,
         _open,
+        adds_fast=True,
         takes_compression=True,
         takes_low_precision=True,
         replicated=True,

@@ -6,11 +6,12 @@
 A file registers its `Registered` when it is imported; `strategies/__init__.py` lists the files. The tests of bits and
 the fuzzer iterate over `STRATEGIES`, so a synchronous one is tested by existing.
 
-To add one, write in a file of its own: a class with the members of `Strategy` (most come from `InBuckets` in
+To add one that differs from ddp only in how a bucket becomes a sum, write an `Exchange` for `DdpMaker` as star.py does.
+To add another, write in a file of its own: a class with the members of `Strategy` (most come from `InBuckets` in
 buckets.py, from `ShardedStrategy` in zero/sharded.py, or where replicas differ between steps from `LocalTraining` in
 local/local_training.py), a `Maker` that makes it for some optimizers' parameters, a frozen config, and
-`register(Registered(name, config, open))`; then name the file in `strategies/__init__.py`. Where else its name belongs
-is listed in docs/architecture.md.
+`register(Registered(name, config, open))`. Either is named in `strategies/__init__.py`; where else its name belongs is
+listed in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ from paceline.world.world import World
 SYNCHRONOUS = "synchronous"  # of strategies that give the bits of ddp, in saved states
 
 LaneAssignment = tuple[tuple[int, ...], ...]  # the lanes of each worker
-LoopEndListener = Callable[
-    [int, Callable[[], str]], None
-]  # of (rounds so far, a function that makes the weights' hash)
+LoopEndListener = Callable[[int, Callable[[], str]], None]  # of (steps so far, a function that makes the weights' hash)
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,12 @@ class Registered:
     name: str
     config: type[Any]
     open: Callable[[Any, Job], Maker]
-    is_synchronous: Callable[[Any], bool] = lambda config: True
-    """So configured it gives the bits of one process. Then the tests of bits and the fuzzer try it, and elastic jobs
-    take it; otherwise none of these."""
+    bits_of_one_process: Callable[[Any], bool] = lambda config: True
+    """So configured, any number of workers gives the bits of one process. Then the tests of bits and the fuzzer try it,
+    and elastic jobs take it; otherwise none of these."""
+    adds_fast: bool = False
+    """`reduction="fast"` changes how it adds: its buckets go through a `GradientExchange` of `job.reduction`. Others
+    add exactly whatever is asked for, and the first line of the job says so."""
     bits_of_ddp: bool = True
     """A synchronous one gives the bits that ddp gives: then its checkpoints go on under every other that does.
     Otherwise it trains other numbers, and tests compare it with itself on one worker."""
@@ -147,13 +149,13 @@ class Chosen:
         return self.entry.name
 
     @property
-    def is_synchronous(self) -> bool:
-        return self.entry.is_synchronous(self.config)
+    def bits_of_one_process(self) -> bool:
+        return self.entry.bits_of_one_process(self.config)
 
     @property
     def updates(self) -> str:
         """What two strategies have in common when they train the same numbers."""
-        return SYNCHRONOUS if self.is_synchronous and self.entry.bits_of_ddp else str(self)
+        return SYNCHRONOUS if self.bits_of_one_process and self.entry.bits_of_ddp else str(self)
 
     @property
     def has_footprint(self) -> bool:
@@ -229,4 +231,4 @@ def choose(strategy: str | object) -> Chosen:
 def synchronous_strategies() -> list[Chosen]:
     """Every strategy, in the ways that tests should try, where it gives the bits of one process."""
     ways = [Chosen(e, config) for e in STRATEGIES.values() for config in (e.config(), *e.examples)]
-    return [chosen for chosen in ways if chosen.is_synchronous]
+    return [chosen for chosen in ways if chosen.bits_of_one_process]

@@ -81,6 +81,13 @@ def _open(config: StarConfig, job: Job) -> DdpMaker:
 
 register(
     Registered(
-        "star", StarConfig, _open, takes_low_precision=True, replicated=True, full_weights=True, passes_lanes_on=True
+        "star",
+        StarConfig,
+        _open,
+        adds_fast=True,
+        takes_low_precision=True,
+        replicated=True,
+        full_weights=True,
+        passes_lanes_on=True,
     )
 )

@@ -4,8 +4,8 @@
                                          └─────► g + e - ĝ: the residual of the next step
 
 The unit is a lane's whole gradient of a step, never a worker's sum: payloads, and the sum of the ĝ, don't depend on who
-computes which lane. The residual moves with its lane. It is *staged* until the step is applied; a step that is left out
-or done again finds the residuals as they were.
+computes which lane. The residual moves with its lane. It is *staged* until the step is about to be committed. A step
+that is left out finds the residuals as they were; one that is done again reads them from the in-memory checkpoint.
 
 Residuals are in the unit of backward's gradients without the loss scale (`gradients.py` takes it out and puts it back).
 Where a step weighs its samples (tokens), they count in the next one with that step's weights.
@@ -72,7 +72,7 @@ class CompressedLanes(Protocol):
         ...
 
     def commit(self, used: Sequence[bool]) -> None:
-        """The step is applied; a parameter that no lane used keeps its state."""
+        """The step is about to be committed; a parameter that no lane used keeps its state."""
         ...
 
     def forget(self) -> None:

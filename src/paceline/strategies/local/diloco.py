@@ -78,6 +78,7 @@ register(
         "diloco",
         DilocoConfig,
         _open,
+        adds_fast=True,
         examples=(
             DilocoConfig(every=3),
             DilocoConfig(every=4, outer_gradients="int8", fragments=3),

@@ -48,6 +48,7 @@ register(
         "local_sgd",
         LocalSgdConfig,
         _open,
+        adds_fast=True,
         examples=(LocalSgdConfig(every=2), LocalSgdConfig(every=3, start_after=2)),
         full_weights=True,
         bits_of_ddp=False,

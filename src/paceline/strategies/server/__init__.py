@@ -35,7 +35,7 @@ register(
         "parameter_server",
         ParameterServer,
         _open,
-        is_synchronous=lambda config: config.clock.synchronous,
+        bits_of_one_process=lambda config: config.clock.synchronous,
         examples=(ParameterServer(mode="aggregate"),),
         uses_servers=True,
         takes_compression=True,
