@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -294,3 +296,21 @@ def test_the_state_of_a_prepared_scheduler_is_saved_and_loaded_by_hand(
             assert own.state_dict() == state
         assert type(copy.copy(scheduler)) is type(own)
     assert type(scheduler) is type(own)
+
+
+def scheduled(world: World, *, asks: bool, steps: int) -> str:
+    """What worker 0 prints about a schedule, whether the script has asked how many workers there are or not."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), Engine(world=world, lanes=2) as engine:
+        if asks:
+            steps *= engine.num_processes
+        prepares("LambdaLR", engine, lambda loader: steps)
+    return printed.getvalue()
+
+
+@pytest.mark.workers
+def test_a_schedule_over_steps_times_processes_is_spoken_of() -> None:
+    for asks, steps, told in ((True, 123, True), (False, 246, False)):
+        first, *_ = run_workers(scheduled, 2, asks=asks, steps=steps)
+        assert first.error is None, first.traceback
+        assert ("over 246 steps" in first.value and "if that is 123 × engine.num_processes" in first.value) == told

@@ -49,6 +49,7 @@ class AccelerateNames:
     @property
     def num_processes(self) -> int:
         """Workers, now. The samples of a step depend on lanes instead, `engine.config.lanes`."""
+        self._objects.workers_were_asked = True
         return self._group.among.size
 
     @property

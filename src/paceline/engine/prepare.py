@@ -55,7 +55,13 @@ from paceline.engine.replicas import (
     parameter_names,
     weights_hash,
 )
-from paceline.engine.rules import NO_COINCIDENCE, has_history, multiple_of_length, nothing_to_train
+from paceline.engine.rules import (
+    NO_COINCIDENCE,
+    has_history,
+    lengths_of_schedule,
+    multiple_of_length,
+    nothing_to_train,
+)
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
 from paceline.engine.sequence_parts import WholeBatch
 from paceline.engine.sources import (
@@ -102,6 +108,7 @@ class PreparedObjects:
     shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
     has_history: bool = False  # the optimizers were given with a state
     steps_were_asked: bool = False  # of an epoch: schedules are made from them
+    workers_were_asked: bool = False  # how many they are: Accelerate's scripts multiply schedules by it
     registered: list[Any] = field(default_factory=list)  # saved and loaded with these
     random_numbers: ShardedRandomNumbers | None = None
     whole: FullTensors = field(default_factory=FullTensors)  # of what tensor parallelism has sharded
@@ -314,6 +321,7 @@ class Preparation:
             own.optimizers.append(thing)
         elif isinstance(thing, LRScheduler | ReduceLROnPlateau):
             own.schedulers.append(thing)
+            self._note_times_workers(thing)
             if own.step is not None:  # made from a prepared optimizer, as a schedule over len(loader) must be
                 check_belong_together(own.models, own.optimizers, [thing])
                 if own.loader is not None and own.loader.was_measured:
@@ -604,6 +612,20 @@ class Preparation:
                 if self._group.is_main:
                     messages.logger("engine").warning(f"paceline: {text}")
 
+    def _note_times_workers(self, scheduler: Any) -> None:
+        """Under Accelerate a prepared scheduler steps once for each process, and its scripts count so."""
+        workers = self._group.world.size
+        if workers == 1 or not self._objects.workers_were_asked:
+            return
+        for whole in lengths_of_schedule(scheduler):
+            if whole and whole % workers == 0:
+                self._group.note(
+                    f"paceline: the {type(scheduler).__name__} is over {whole} steps. A scheduler steps once with the "
+                    "optimizer, not once for each process as under Accelerate: if that is "
+                    f"{whole // workers} × engine.num_processes, leave `* engine.num_processes` out"
+                )
+                return
+
     def _compare(self, loader: DataLoader[Any]) -> None:
         """Whether every worker was given the same; found by what it leads to, the difference has cost an epoch."""
         step = self._objects.step
@@ -625,7 +647,7 @@ class Preparation:
         strategy = f"{config.strategy} ({config.chosen_because})" if config.chosen_because else str(config.strategy)
         started = world.source + (f", {config.mesh}" if config.mesh.splits_model else "")
         entry = config.strategy.entry
-        summed = config.reduction if entry.adds_fast else "exact"
+        summed: str = config.reduction if entry.adds_fast else "exact"
         if not config.strategy.bits_of_one_process:
             summed = "weights may be old" if entry.uses_servers else "bits depend on the number of workers"
         return (
