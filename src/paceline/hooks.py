@@ -12,6 +12,9 @@
 
 What is compressed is the gradient of a rank, so the result depends on the number of ranks, as that of DDP does (that of
 an Engine does not). A bucket is sent when DDP hands it over, and is back when the hook returns.
+
+A parameter whose mean is not finite (an overflow, which GradScaler makes now and then) keeps what it had before the
+step, and DDP is given that mean: GradScaler leaves the step out. All ranks have the same mean and so decide alike.
 """
 
 from __future__ import annotations
@@ -72,13 +75,14 @@ class CompressionState:
         self._group = model.process_group
         self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._compression, self._seed = compression, seed
-        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._parameters = dict(model.module.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._compressors = {
-            name: compression.compressor(name, tuple(parameter.shape))
-            for name, parameter in model.module.named_parameters()
+            name: compression.compressor(name, tuple(parameter.shape)) for name, parameter in self._parameters.items()
         }
         self.steps = 0
         self._kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in self.KINDS}
+        self._staged: list[tuple[str, str, Tensor]] = []  # kind, name, and what is kept if the name's mean is finite
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -94,10 +98,12 @@ class CompressionState:
         told = [
             f"{name} was {saved.get(name)!r}, is {value!r}" for name, value in mine.items() if saved.get(name) != value
         ]
+        strangers = [name for kind in self.KINDS for name in saved.get(kind, {}) if name not in self._parameters]
+        told += [f"the model has no parameter {strangers[0]!r}"] if strangers else []
         if told:
             raise CheckpointError(f"the state of compression is not this rank's: {'; '.join(told)}")
         self.steps = int(saved["steps"])
-        self._kept = {kind: {name: t.clone() for name, t in saved[kind].items()} for kind in self.KINDS}
+        self._kept = {kind: beside(self._parameters, saved[kind]) for kind in self.KINDS}
 
     # -- a bucket ----------------------------------------------------------------------------------------------------
 
@@ -118,20 +124,28 @@ class CompressionState:
                 self._average_sparse(compressor, named)
             else:
                 self._average_blocks(compressor, named)
+            if compressor is not None:
+                self._keep_staged(named)
+
+    def _keep_staged(self, means: Mapping[str, Tensor]) -> None:
+        finite = torch.stack([mean.isfinite().all() for mean in means.values()]).tolist()  # a GPU is asked once
+        is_finite = dict(zip(means, finite, strict=True))
+        for kind, name, tensor in self._staged:
+            if is_finite[name]:
+                self._kept[kind][name] = tensor
+        self._staged = []
 
     def _average_whole(self, named: Mapping[str, Tensor]) -> None:
-        for gradient in named.values():
-            flat = gradient.reshape(-1).div_(self._ranks)
-            dist.all_reduce(flat, group=self._group)
-            gradient.copy_(flat.view_as(gradient))
+        for name, mean in self._mean_of(named).items():
+            named[name].copy_(mean)
 
     def _with_residual(self, kind: str, name: str, flat: Tensor) -> Tensor:
         kept = self._kept[kind].get(name)
         return flat.clone() if kept is None else flat + kept
 
-    def _keep(self, kind: str, name: str, tensor: Tensor) -> None:
+    def _stage_residual(self, kind: str, name: str, tensor: Tensor) -> None:
         if self._compression.feedback:
-            self._kept[kind][name] = tensor
+            self._staged.append((kind, name, tensor))
 
     # -- block codecs ------------------------------------------------------------------------------------------------
 
@@ -169,7 +183,7 @@ class CompressionState:
         values = torch.nn.functional.pad(wanted, (0, -wanted.numel() % codec.block)).view(-1, codec.block)
         partial = _partial(codec, flat.numel(), 0, len(values))
         rows = codec.split(values, partial, self._noise(codec, name, self._rank, 0, values), None)
-        self._keep("residuals", name, values.view(-1)[: flat.numel()])
+        self._stage_residual("residuals", name, values.view(-1)[: flat.numel()])
         return rows
 
     def _summed(
@@ -182,7 +196,7 @@ class CompressionState:
             total.add_(_decoded(codec, rows, partial))
         total = self._with_residual("back", name, total.div_(self._ranks))
         rows = codec.split(total, partial, self._noise(codec, name, BACK, start, total), None)
-        self._keep("back", name, total)
+        self._stage_residual("back", name, total)
         return rows
 
     def _noise(self, codec: BlockCompressor, name: str, rank: int, start: int, values: Tensor) -> Tensor | None:
@@ -210,40 +224,48 @@ class CompressionState:
     def _sparse(self, topk: TopK, name: str, flat: Tensor, steps: int) -> Tensor:
         if topk.momentum:
             kept = self._kept["velocities"].get(name)
-            velocity = flat.clone() if kept is None else kept.mul_(topk.momentum).add_(flat)
-            self._kept["velocities"][name] = flat = velocity
+            flat = flat.clone() if kept is None else (kept * topk.momentum).add_(flat)
+            self._staged.append(("velocities", name, flat))
         wanted = self._with_residual("residuals", name, flat)
         seed = mix(self._seed, "topk", name, self.steps, self._rank)
         places = largest(wanted, topk.count(wanted.numel(), steps), seed)
         sent = torch.stack([places.to(torch.int32), wanted[places].view(torch.int32)])
         if topk.momentum:
             flat.index_fill_(0, places, 0)
-        self._keep("residuals", name, wanted.index_fill_(0, places, 0))
+        self._stage_residual("residuals", name, wanted.index_fill_(0, places, 0))
         return sent
 
     # -- powersgd ----------------------------------------------------------------------------------------------------
 
     def _average_low_rank(self, powersgd: PowerSgd, named: Mapping[str, Tensor]) -> None:
         matrices, shapes = {}, {name: matrix_shape(tuple(g.shape)) for name, g in named.items()}
+        begun = dict(self._kept["q"])
         for name, gradient in named.items():
             matrices[name] = self._with_residual("residuals", name, gradient.reshape(-1)).view(shapes[name])
-            if name not in self._kept["q"]:
+            if name not in begun:
                 first = first_factor(shapes[name][1], powersgd.rank, mix(self._seed, "powersgd", name))
-                self._kept["q"][name] = first.to(gradient.device)
-        left = self._mean_of({name: self._kept["q"][name] @ m.t() for name, m in matrices.items()})
+                begun[name] = first.to(gradient.device)
+        left = self._mean_of({name: begun[name] @ m.t() for name, m in matrices.items()})
         left = {name: orthonormal(p) for name, p in left.items()}
         mine = {name: left[name] @ m for name, m in matrices.items()}
-        right = self._mean_of({name: q.clone() for name, q in mine.items()})
+        right = self._mean_of(mine)
         for name, gradient in named.items():
-            self._kept["q"][name] = right[name].clone()
+            self._staged.append(("q", name, right[name].clone()))  # of its own: `right` is a part of all
             gradient.copy_((left[name].t() @ right[name]).view_as(gradient))
-            self._keep("residuals", name, matrices[name].addmm_(left[name].t(), mine[name], alpha=-1).view(-1))
+            lost = matrices[name].addmm_(left[name].t(), mine[name], alpha=-1)
+            self._stage_residual("residuals", name, lost.view(-1))
 
     def _mean_of(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By one all_reduce: what is in a bucket of DDP has one dtype and one device."""
         flat = torch.cat([factor.reshape(-1) for factor in factors.values()]).div_(self._ranks)
         dist.all_reduce(flat, group=self._group)
         parts = torch.split(flat, [factor.numel() for factor in factors.values()])
         return {name: part.view_as(factors[name]) for name, part in zip(factors, parts, strict=True)}
+
+
+def beside(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of what was saved, each on its parameter's device: a file may have been read with map_location="cpu"."""
+    return {name: tensor.to(parameters[name].device, copy=True) for name, tensor in saved.items()}
 
 
 def _decoded(codec: BlockCompressor, rows: Tensor, partial: Sequence[tuple[int, int]]) -> Tensor:

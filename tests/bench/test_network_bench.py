@@ -33,10 +33,11 @@ def a_result(*, bandwidth: float, latency_s: float = 1e-4, workers: int = 4, **a
 
 def test_a_step_of_ddp_over_100_mbit_waits_for_its_bytes() -> None:
     """10 million parameters on 4 workers: 60 MB at 12.5 MB/s."""
-    ddp, _, local, diloco, int8 = estimates(a_result(bandwidth=12.5e6, latency_s=1e-3, step_s=0.2))
+    ddp, bf16, _, local, diloco, int8 = estimates(a_result(bandwidth=12.5e6, latency_s=1e-3, step_s=0.2))
     assert ddp["sent_bytes"] == 60e6
     assert ddp["waits_s"] == pytest.approx(4.802)
     assert ddp["share"] == pytest.approx(4.802 / 5.002)
+    assert bf16["sent_bytes"] == 30e6
     assert local["waits_s"] == pytest.approx(4.802 / 8)
     assert diloco["waits_s"] == pytest.approx(4.802 / 50)
     assert ddp["sent_bytes"] / int8["sent_bytes"] == pytest.approx(4 * 50 / (1 + 4 / 256))
@@ -62,6 +63,14 @@ def test_the_advice_is_the_first_way_whose_wait_is_small_with_its_gain() -> None
     assert "--step-ms" in advice(estimates(a_result(bandwidth=5e9)))
     told = advice(estimates(a_result(bandwidth=1e5, step_s=0.01)))
     assert WAYS[-1].name in told, "where none is small, the one that waits least"
+    assert "outer_gradients=int8, with one lane on each worker, in" in told
+
+
+@pytest.mark.parametrize(("lanes", "payloads"), [(1, 1.0), (2, 1.5), (4, 2.5), (8, 4.5)])
+def test_a_worker_with_more_lanes_sends_more_only_of_what_is_compressed(lanes: int, payloads: float) -> None:
+    """There each lane's payload, and back the sum's."""
+    for way in WAYS:
+        assert way.share(lanes) == pytest.approx(way.share() * (payloads if way.is_compressed else 1))
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,21 @@ import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
+from paceline.compression import Compression, PowerSgd, TopK
 from paceline.engine import memory_check
 from paceline.launch.failure_attribution import MemoryReport, Process, what_happened
 from paceline.optim.range_optimizer import state_bytes
-from paceline.sharding.footprint import Model
+from paceline.sharding.footprint import Model, Residuals
 from paceline.strategies.fsdp.fsdp import FsdpConfig
 from paceline.strategies.registry import choose
 from paceline.world import out_of_memory
@@ -136,6 +139,63 @@ def test_what_has_everything_once_per_lane_may_fit_on_more_workers(kib: int, tex
     assert fit.held(fit.chosen) == 10_000 * (4 + 2 * 16)
     assert not fit.fits
     assert text in fit.advice()
+
+
+RULES = {
+    "int8": ("int8", 8, 8),
+    "without feedback": (Compression("int8", feedback=False), 0, 0),
+    "topk": (TopK(share=0.1), 8, 0),
+    "topk with momentum": (TopK(share=0.1, momentum=0.5), 16, 0),
+    "topk with momentum alone": (Compression(TopK(share=0.1, momentum=0.5), feedback=False), 8, 0),
+    "powersgd": (PowerSgd(rank=2), 8, 0),
+}
+
+
+@pytest.mark.parametrize(("compression", "lane", "sums"), RULES.values(), ids=RULES)
+@pytest.mark.parametrize("bias", ["compressed", "left alone"])
+def test_residuals_count_for_what_is_compressed_and_are_what_training_keeps(
+    compression: Any, lane: int, sums: int, bias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of a parameter for each lane, and for all owners of sums; the state has half of it, what is kept now."""
+    monkeypatch.setattr(memory_check, "memory_limit", lambda: MemoryLimit(2**30, "here"))
+    given = compression if isinstance(compression, Compression) else Compression(compression)
+    if bias == "left alone":
+        given = replace(given, rules={"bias": None, **dict(given.rules)})
+    has_bias = bias == "compressed" and not isinstance(compression, PowerSgd)  # which leaves vectors alone
+    elements = 32 * 48 + (48 if has_bias else 0)
+    with Engine(world=World(), lanes=3, device="cpu", compression=given) as engine:
+        model = nn.Linear(32, 48)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fit = memory_check.fit_of(engine.config, engine.world, engine._group.comm, engine.device, [model], [optimizer])
+        data = TensorDataset(torch.randn(12, 32))
+        prepared, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data, batch_size=2))
+        for (points,) in loader:
+            engine.backward(prepared(points).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        state = engine._training().strategies.compression_state()
+    kept = sum(4 * prod(shard.shape) for kinds in state.values() for kind, shard in kinds.items() if kind != "q")
+    assert fit is not None
+    assert fit.residuals == Residuals(lane * elements, sums * elements)
+    assert fit.held(fit.chosen) - replace(fit, residuals=None).held(fit.chosen) == (3 * lane + sums) * elements
+    assert kept == (3 * lane + sums) * elements // 2
+
+
+def test_on_more_workers_each_has_fewer_lanes_residuals_and_a_smaller_range_of_sums() -> None:
+    kept = Residuals(lane=800, sums=800)
+    assert [kept.on_worker(workers, 4) for workers in (1, 2, 3, 4)] == [4 * 800 + 800, 2000, 1600 + 267, 1000]
+
+
+def test_what_fits_without_compression_is_told_and_only_what_takes_it_is_advised() -> None:
+    sizes = {"workers": 1, "lanes": 1, "accumulate": 1, "per_host": 1, "on_host": 1}
+    limit = MemoryLimit(170_000, "here")
+    fit = memory_check.Fit(choose("ddp"), Model(10_000), limit, 1, **sizes, residuals=Residuals(lane=80_000))
+    assert not fit.fits
+    assert fit.told().startswith("weights, gradients, residuals and optimizer state of 10,000 parameters")
+    assert fit.advice() == "without compression strategy='ddp' takes 0.00 GiB"
+    without_feedback = replace(fit, residuals=Residuals())
+    assert "residuals" not in without_feedback.told()
+    assert {other.name for other in without_feedback._others()} == {"ddp", "zero1", "zero2"}
 
 
 @pytest.mark.parametrize(

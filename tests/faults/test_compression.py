@@ -18,6 +18,8 @@ CASES = [
     ("powersgd", "zero1", "paceline", 3),
     ("sign", "ddp", "gloo", 4),
     ("bf16", "zero2", "paceline", 5),
+    ("fp16", "zero1", "gloo", 0),
+    ("topk-momentum", "zero2", "paceline", 4),
     ("int8", "parameter_server", "paceline", 1),
     ("topk", "parameter_server --servers 2", "gloo", 3),
 ]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
+from paceline.compression import TopK
 from paceline.strategies.registry import choose
 from paceline.strategies.server import ParameterServer
 
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
     parser.add_argument("--windows", help="STRATEGY-STEPS[-FRAGMENTS[-START_AFTER]]")
     parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
-    parser.add_argument("--compression", help="of gradients, by name")
+    parser.add_argument("--compression", help="of gradients, by name; topk-momentum is topk that has velocities")
     parser.add_argument("--fp16", action="store_true", help="with a loss scale that changes often")
     parser.add_argument("--moving-settings", action="store_true", help="an optimizer that changes its own settings")
     parser.add_argument("--adapters", action="store_true", help="a layer of the model is the base of adapters")
@@ -109,6 +110,7 @@ def main() -> None:
     asked = parser.parse_args()
     slot = int(os.environ["PACELINE_RANK"])  # the engine's rank is another: its place among those that are left
 
+    compression: Any = TopK(momentum=0.5) if asked.compression == "topk-momentum" else asked.compression
     strategy: Any = ParameterServer(mode="aggregate") if asked.sums_on_servers else None
     if asked.windows is not None:
         name, *numbers = asked.windows.split("-")
@@ -123,7 +125,7 @@ def main() -> None:
             strategy=strategy,
             project_dir=asked.run_dir,
             second_opinion=asked.second_opinion,
-            compression=asked.compression,
+            compression=compression,
             precision="fp16" if asked.fp16 else None,
             loss_scale=paceline.LossScale(growth_every=1) if asked.fp16 else None,
         ) as engine,

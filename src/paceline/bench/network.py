@@ -5,6 +5,7 @@
     all at once      an all-reduce of that many bytes between all: 2·(N-1)/N · bytes / time, what each worker sends
     waits, per step  (bytes sent / bandwidth of all at once + 2 · slowest latency) / H, where nothing is hidden
 
+Waits are those of workers with one lane each: one with m of them sends (m + 1) / 2 times as much of what is compressed.
 On several hosts the same is measured by `paceline run … -m paceline.bench.network_measure`, which prints the report.
 Plan, start and estimates are here, without torch; `network_measure` runs the plan.
 """
@@ -73,7 +74,8 @@ def estimates(result: Mapping[str, Any], ways: Sequence[Way] = WAYS) -> list[dic
         job = asked["parameters"], result["workers"]
         waits = way.waits(*job, bandwidth, latency_s)
         share = None if asked["step_s"] is None else waits / (waits + asked["step_s"])
-        rows.append({"way": way.name, "sent_bytes": way.sent(*job), "waits_s": waits, "share": share})
+        told = {"way": way.name, "sent_bytes": way.sent(*job), "waits_s": waits, "share": share}
+        rows.append({**told, "is_compressed": way.is_compressed})
     return rows
 
 
@@ -85,9 +87,10 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> str:
     kept = f"{first['way']} waits for the network in {first['share']:.0%} of a step"
     if first["share"] < LARGE:
         return f"{kept} at most: leave it as it is"
-    found = next((row for row in others if row["share"] < LARGE), others[-1])
+    found = next((row for row in others if row["share"] < LARGE), min(others, key=lambda row: row["share"]))
     faster = (1 - found["share"]) / (1 - first["share"])
-    return f"{kept}, {found['way']} in {found['share']:.0%}: {faster:.1f} times the steps per second"
+    where = ", with one lane on each worker," if found["is_compressed"] else ""
+    return f"{kept}, {found['way']}{where} in {found['share']:.0%}: {faster:.1f} times the steps per second"
 
 
 def run_in_workers(run: NetworkRun) -> dict[str, Any] | int:

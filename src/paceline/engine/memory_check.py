@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.manifest import size_text
 from paceline.collectives.communicator import Communicator
+from paceline.compression import BlockCompressor, Compression, TopK
 from paceline.engine.config import EngineConfig, counted
+from paceline.engine.replicas import parameter_names
 from paceline.errors import ConfigError
 from paceline.optim.offload import PARAMETERS, OffloadName
 from paceline.planner.model_sizes import frozen_bytes, sizes_of
-from paceline.sharding.footprint import Footprint, Model, residuals
+from paceline.sharding.footprint import Footprint, Model, Residuals
 from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world import out_of_memory
 from paceline.world.control import Supervisor
@@ -47,7 +49,7 @@ class Fit:
     accumulate: int
     per_host: int
     on_host: int
-    compressed: bool = False
+    residuals: Residuals | None = None  # None: gradients are not compressed
     offload: OffloadName | None = None
     host_limit: MemoryLimit | None = None  # for what is offloaded
     host_sharers: int = 1
@@ -64,7 +66,7 @@ class Fit:
         )
 
     def held(self, strategy: Chosen, workers: int | None = None) -> int:
-        kept = residuals(self.model, workers=workers or self.workers, lanes=self.lanes) if self.compressed else 0
+        kept = 0 if self.residuals is None else self.residuals.on_worker(workers or self.workers, self.lanes)
         parts = self.parts(strategy, workers)
         away = 0 if self.offload is None else parts.optimizer_state
         if self.offload == PARAMETERS:
@@ -106,7 +108,7 @@ class Fit:
     def told(self) -> str:
         """What is held, of what, and by whom less."""
         shared = "" if self.sharers == 1 else f" for {counted(self.sharers, 'worker')}"
-        kept = "gradients, residuals" if self.compressed else "gradients"
+        kept = "gradients" if self.residuals in (None, Residuals()) else "gradients, residuals"
         return (
             f"weights, {kept} and optimizer state of {self.model.parameters:,} parameters"
             f"{f' and {_gib(self.model.frozen)} of weights that are not trained' if self.model.frozen else ''} take "
@@ -135,7 +137,7 @@ class Fit:
 
     def _others(self) -> list[Chosen]:
         others = [Chosen(entry, entry.config()) for _, entry in sorted(STRATEGIES.items())]
-        return [s for s in others if s.has_footprint and (s.entry.takes_compression or not self.compressed)]
+        return [s for s in others if s.has_footprint and (s.entry.takes_compression or self.residuals is None)]
 
     def advice(self) -> str:
         smaller = {s.name: self.held(s) for s in self._others() if self.held(s) < self.held(self.chosen)}
@@ -147,7 +149,7 @@ class Fit:
             told += [] if enough is None else [f"{self.chosen.name} fits on {enough} workers of this size"]
         if told:
             return "; ".join(told)
-        if self.compressed and (plain := replace(self, compressed=False)).fits:
+        if self.residuals is not None and (plain := replace(self, residuals=None)).fits:
             return f"without compression strategy={self.chosen.name!r} takes {_gib(plain.held(self.chosen))}"
         each = self.model.weight + self.model.gradient + self.model.state
         everything = self.model.parameters * each + self.model.frozen
@@ -221,12 +223,33 @@ def fit_of(
     model = replace(model, frozen=frozen_bytes(models, optimizers, low_precision=config.precision.is_low))
     if config.precision.is_low:  # rounded weights, and masters beside the optimizer's own state
         model = replace(model, weight=min(model.weight, FP32 // 2), state=model.state + FP32)
-    compressed = config.compression is not None and config.compression.feedback
+    residuals = residuals_of(config.compression, models, optimizers)
     sizes = (world.size, config.summed_lanes, config.accumulate, per_host, on_host)
-    fit = Fit(config.strategy, model, limit, sharers, *sizes, compressed)
+    fit = Fit(config.strategy, model, limit, sharers, *sizes, residuals)
     if config.offload is None or host is None:
         return fit
     return replace(fit, offload=config.offload, host_limit=host, host_sharers=host_sharers)
+
+
+def residuals_of(
+    compression: Compression | None, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> Residuals | None:
+    """Of the trained parameters that a rule compresses; powersgd's factors are thin, and not counted."""
+    if compression is None:
+        return None
+    names, lane, sums = parameter_names(models), 0, 0
+    trained = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
+    for key, parameter in trained.items():
+        compressor = compression.compressor(names.get(key, ""), tuple(parameter.shape))
+        if compressor is None or parameter.dtype == torch.float64:  # which travels as it is
+            continue
+        before_and_after = 2 * FP32 * parameter.numel()
+        if compression.feedback:
+            lane += before_and_after
+            sums += before_and_after if isinstance(compressor, BlockCompressor) else 0
+        if isinstance(compressor, TopK) and compressor.momentum:
+            lane += before_and_after
+    return Residuals(lane, sums)
 
 
 def _limit_of(device: torch.device) -> MemoryLimit | None:

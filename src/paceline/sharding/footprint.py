@@ -26,8 +26,8 @@ That is one lane per worker, one micro-batch and one holder of each shard. Other
                 none
     shard_over  workers that share weights under hybrid: those of a host, n above; all, unless given
 
-Compressed gradients add 2·g·Ψ for each lane of a worker (`residuals`). Weights that no optimizer trains are whole on
-every worker; where weights are in shards, so are they.
+Compressed gradients add 2·g·Ψ for each lane of a worker, and owners of ranges 2·g·Ψ/N (`Residuals`). Weights that no
+optimizer trains are whole on every worker; where weights are in shards, so are they.
 
 Numbers are those of the busiest worker. Buffers for what is under way are not in them.
 """
@@ -57,6 +57,19 @@ class Model:
     def mixed(cls, parameters: int) -> Model:
         """Weights and gradients in half precision; Adam's state with a master copy in fp32."""
         return cls(parameters, weight=2, gradient=2, state=12)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Bytes that compression keeps from step to step: as they are before one, and as they are after it."""
+
+    lane: int = 0
+    """Of each lane: what its gradients have lost, and the velocities of topk's momentum."""
+    sums: int = 0
+    """Of the owners of ranges together: what the sums have lost."""
+
+    def on_worker(self, workers: int, lanes: int) -> int:
+        return -(-lanes // workers) * self.lane + -(-self.sums // workers)
 
 
 @dataclass(frozen=True)
@@ -127,11 +140,6 @@ class _Job:
     @property
     def weights_once(self) -> bool:
         return 1 < self.workers <= self.per_host
-
-
-def residuals(model: Model, *, workers: int, lanes: int) -> int:
-    """What compression with error feedback keeps: of every lane of a worker its residual, before and after a step."""
-    return 2 * -(-lanes // workers) * model.parameters * model.gradient
 
 
 def _ddp(job: _Job) -> Footprint:

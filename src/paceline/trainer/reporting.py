@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.retention import all_checkpoints
+from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.tracking import choose, json_lines
 from paceline.tracking.reporter import RunInfo
@@ -28,7 +29,7 @@ from paceline.trainer.callbacks import TrainerCallback, full_metric_name
 from paceline.trainer.meters import Meters
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.world import messages
-from paceline.world.less_traffic import waiting_told
+from paceline.world.less_traffic import Way, waiting_told, ways_out
 from paceline.world.terminal import duration
 
 SHOWN = {"learning_rate": "lr", "eval_loss": "eval loss"}
@@ -134,7 +135,8 @@ class TrainingReports(NoReports):
                 seconds=time.monotonic() - self._began,
                 best=best,
                 checkpoints=all_checkpoints(Path(args.output_dir)),
-                is_ddp=is_plain_ddp(self._engine.config),
+                ways=ways_of(self._engine.config),
+                lanes=-(-self._engine.config.summed_lanes // self._engine.world.size),
                 weights_hash=self._engine.weights_hash(),  # a collective: a worker that is lost by then is known to be
             )
         self._reports.take_over(state.log_history)
@@ -186,7 +188,8 @@ def summary_rows(
     best: tuple[str, float, int] | None = None,
     checkpoints: Sequence[Path] = (),
     weights_hash: str = "",
-    is_ddp: bool = False,
+    ways: Sequence[Way] = (),
+    lanes: int = 1,
 ) -> list[tuple[str, str]]:
     """The end of a run in a dozen rows: what it did, how fast, how well, and what it left behind.
 
@@ -197,7 +200,8 @@ def summary_rows(
         │ …           │                                                              │
 
     `seconds` go from the first line to the last, with evaluations and saving. `best` is a metric's name, its value and
-    the step that had it. A row without a value is left out.
+    the step that had it. `ways` could be gone to wait less, with so many lanes on a worker. A row without a value is
+    left out.
     """
     whole = meters.whole
     tokens = f" · {whole.tokens:,} tokens" if whole.tokens else ""
@@ -207,7 +211,7 @@ def summary_rows(
         ("steps", f"{whole.steps:,} · {whole.samples:,} samples{tokens}"),
         ("time", in_steps if seconds - whole.seconds < 1 else f"{duration(seconds)}, of it in steps {in_steps}"),
         ("speed", _speed(meters)),
-        ("communication", _communication(meters, is_ddp=is_ddp)),
+        ("communication", _communication(meters, ways, lanes)),
         ("MFU", "" if mfu is None or peak is None else f"{100 * mfu:.3g} % of {meters.workers} × {peak.text}"),
         ("peak memory", "" if meters.memory is None else f"{_bytes(meters.memory())} on this worker"),
         ("loss", "" if meters.last_loss is None else f"{meters.last_loss:.5g} in the last step"),
@@ -218,16 +222,18 @@ def summary_rows(
     return [(name, value) for name, value in rows if value]
 
 
-def _communication(meters: Meters, *, is_ddp: bool) -> str:
+def _communication(meters: Meters, ways: Sequence[Way], lanes: int) -> str:
     whole = meters.whole
     if meters.workers == 1 or whole.seconds <= 0:
         return ""
-    return waiting_told(whole.exposed_s / whole.seconds, is_ddp=is_ddp)
+    return waiting_told(whole.exposed_s / whole.seconds, ways, lanes=lanes)
 
 
-def is_plain_ddp(config: Any) -> bool:
-    """Whose gradients travel as they are: there is something to gain."""
-    return config.strategy.entry.name == "ddp" and config.compression is None
+def ways_of(config: EngineConfig) -> tuple[Way, ...]:
+    """None, unless gradients travel in every step and as they are: otherwise there is less to gain."""
+    if config.strategy.entry.name != "ddp" or config.compression is not None:
+        return ()
+    return ways_out(shares_memory=config.backend == "paceline")
 
 
 def _speed(meters: Meters) -> str:

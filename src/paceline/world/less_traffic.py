@@ -4,10 +4,14 @@
 
 At most, because what is hidden behind backward today is at least as well hidden when it is less. It is said of a wait
 for bytes: one for a slower worker is shortened only by meeting less often. What compressing computes is not in it.
+
+A worker sends one sum of its lanes, but of what is compressed every lane's payload, and one for all comes back: with m
+lanes (m + 1) / 2 times the bytes of one. In shared memory compressing saves no message and costs time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 LARGE = 0.1
@@ -21,9 +25,17 @@ class Way:
     element_bytes: float = 4.0
 
     @property
-    def share(self) -> float:
-        """Of ddp's bytes."""
-        return self.element_bytes / 4 / self.every
+    def is_compressed(self) -> bool:
+        return self.element_bytes < 4
+
+    def share(self, lanes: int = 1) -> float:
+        """Of ddp's bytes, sent by a worker with so many lanes."""
+        payloads = (lanes + 1) / 2 if self.is_compressed else 1.0
+        return payloads * self.element_bytes / 4 / self.every
+
+    def leaves(self, waiting: float, lanes: int = 1) -> float:
+        """The share of its own step that it waits, where under ddp `waiting` of a step is."""
+        return self.share(lanes) * waiting / (1 - waiting + self.share(lanes) * waiting)
 
     def sent(self, parameters: int, workers: int) -> float:
         """Bytes by each worker with one lane, in a step on average."""
@@ -36,24 +48,31 @@ class Way:
 
 WAYS = (
     Way("ddp"),
+    Way("compression=bf16", element_bytes=2.0),
     Way("compression=int8", element_bytes=1 + 4 / 128),
     Way("local_sgd every=8", every=8),
     Way("diloco every=50", every=50),
     Way("diloco every=50 outer_gradients=int8", every=50, element_bytes=1 + 4 / 256),
 )
+"""The first that is enough is advised. sign is not among them: its loss was measured with a small network alone."""
 
 
-def waiting_told(waiting: float, *, is_ddp: bool) -> str:
+def ways_out(*, shares_memory: bool) -> tuple[Way, ...]:
+    """What can be gone instead of ddp; where gradients lie in shared memory, only what meets less often."""
+    return tuple(way for way in WAYS[1:] if not (shares_memory and way.is_compressed))
+
+
+def waiting_told(waiting: float, ways: Sequence[Way] = (), *, lanes: int = 1) -> str:
     """For a run that has waited for gradients in this share of its steps; nothing where that is little.
 
-    Under ddp with the first way whose wait would be small, or else the one that waits least.
+    With the first of `ways` whose wait would be small on workers with so many lanes, or else the one that waits least.
     """
     if not LARGE <= waiting <= 1:
         return ""
     told = f"{waiting:.0%} of a step waits for gradients"
-    if not is_ddp:
+    if not ways:
         return told
-    left = {way: way.share * waiting / (1 - waiting + way.share * waiting) for way in WAYS[1:]}
-    way = next((way for way in left if left[way] < LARGE), WAYS[-1])
-    faster = (1 - left[way]) / (1 - waiting) if waiting < 1 else 1 / way.share
+    left = {way: way.leaves(waiting, lanes) for way in ways}
+    way = next((way for way in left if left[way] < LARGE), min(ways, key=lambda way: way.share(lanes)))
+    faster = (1 - left[way]) / (1 - waiting) if waiting < 1 else 1 / way.share(lanes)
     return f"{told}; if that is for bytes, {way.name} leaves {left[way]:.0%}: {faster:.1f} times the steps per second"
