@@ -12,7 +12,7 @@ help:
 	@echo "make test        lint, types, import layers, quick unit tests and smoke tests: before a commit"
 	@echo "make test-rest   exactly the tests that \`make test\` leaves out"
 	@echo "make test-browser  the page of \`paceline monitor\` in chromium, where it is installed"
-	@echo "make test-all    what CI runs: all three, every 127th of bits, fuzz, conformance"
+	@echo "make test-all    what CI runs: all three, docs, every 127th of bits, fuzz, conformance"
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
 	@echo "make fuzz        random models, optimizers, strategies and workers: the bits of one worker, for SECONDS (60)"
 	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
@@ -59,7 +59,7 @@ test-browser: setup
 	$(PYTHON) -m pytest -m browser tests/dashboard
 
 test-all: EVERY = 127
-test-all: test test-rest test-browser bits fuzz conformance
+test-all: test docs test-rest test-browser bits fuzz conformance
 
 # Of the full product every EVERY-th combination; a prime above 3 meets all values of all its axes.
 EVERY ?= 1
