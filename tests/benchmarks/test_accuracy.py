@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tests.benchmarks import script
@@ -18,6 +19,11 @@ def row(strategy: str, predicted_ms: float, measured_ms: float, *, sent: int = 1
 
 def result(*rows: dict[str, Any]) -> dict[str, Any]:
     return {"rows": list(rows), "machine": {"torch": "2", "cpu": "cpu", "cores": 2}}
+
+
+def test_the_page_in_the_docs_is_the_one_that_the_numbers_make() -> None:
+    """Make it anew with `python benchmarks/accuracy.py --show benchmarks/results/accuracy.json`, never by hand."""
+    assert accuracy.PAGE.read_text() == accuracy.page(json.loads(accuracy.RESULTS.read_text()))
 
 
 def test_errors_and_choices_are_told() -> None:

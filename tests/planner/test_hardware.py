@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.bench.hardware import merged
 from paceline.bench.hardware_measure import SHAPES, fitted
 from paceline.errors import ConfigError
 from paceline.planner import hardware_here
 from paceline.planner.hardware import Exchange, Hardware, Link, Rates, hardware_named, link_named, read_hardware
+
+ROOT = Path(__file__).parents[2]
 
 
 def machine(**changed: Any) -> Hardware:
@@ -59,7 +65,11 @@ def test_an_operator_takes_as_long_as_what_is_slower() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("H9000", r"hardware 'H9000' is not known; choose one of H100, .*, or measure it: paceline bench hardware"),
+        (
+            "H9000",
+            r"hardware 'H9000' is not known; choose one of H100, .*, or give --hardware FILE: for CPUs what paceline "
+            r"bench hardware --json FILE measures on that machine, for another GPU .*docs/concepts/plan\.md#hardware",
+        ),
         ("no.json", r"hardware profile no\.json: "),
     ],
 )
@@ -82,6 +92,10 @@ def test_files_that_are_no_profiles_are_refused(tmp_path: Path) -> None:
         ("other", {"kind": "something"}, "is no hardware profile of this version"),
         ("cut", {"rates": None}, "is damaged"),
         ("zero", {"memory_bytes": 0}, "not positive"),
+        ("text", {"memory_bytes": "80 GB"}, "is damaged"),
+        ("endless", {"inside": {"name": "memory", "bandwidth": 1e9, "latency_s": "short"}}, "is damaged"),
+        ("gpu", {"device": "gpu"}, "device 'gpu', which is neither cpu nor cuda"),
+        ("half", {"rates": {"1": {"flops": {"bfloat16": 1e12}, "memory_bandwidth": 1e9}}}, "no rate of float32"),
     ):
         file = tmp_path / f"{name}.json"
         file.write_text(json.dumps(told | change))
@@ -128,3 +142,70 @@ def test_workers_that_take_turns_are_charged_for_their_waiting(
     monkeypatch.setattr(hardware_here, "ENOUGH_S", 80.0)
     monkeypatch.setattr(hardware_here, "CROWDED_S", 80.0)
     assert hardware_here.rate_of(run, 1.0, crowded) == pytest.approx(rate)
+
+
+# -- the GPU of this machine -------------------------------------------------------------------------------------------
+
+
+def give_gpu(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    device = SimpleNamespace(total_memory=memory_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at: device)
+
+
+@pytest.mark.parametrize(
+    ("reported", "model"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_a_gpu_has_the_rates_of_its_data_sheet_and_the_memory_that_it_reports(
+    reported: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpu(monkeypatch, reported, 23 * 2**30 + 1)
+    assert hardware_here.quick_hardware() == replace(hardware_named(model), memory_bytes=23 * 2**30 + 1)
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [
+        "NVIDIA L40S",
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA A100 80GB PCIe",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA H200 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+    ],
+)
+def test_a_gpu_whose_data_sheet_is_not_here_is_told_so_and_never_taken_for_another(
+    reported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpu(monkeypatch, reported, 40 * 2**30)
+    with pytest.raises(ConfigError) as refused:
+        hardware_here.quick_hardware()
+    said = str(refused.value)
+    assert f"no data sheet of this GPU ({reported}, 40.0 GiB) is known, only of NVIDIA H100 SXM5 80 GB" in said
+    assert "--hardware FILE" in said
+    assert "docs/concepts/plan.md#hardware" in said
+    assert "bench hardware" not in said  # it measures CPUs
+    assert "\n" not in said
+
+
+def test_the_profile_of_a_gpu_that_the_docs_show_can_be_read_and_planned_with(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs/concepts/plan.md").read_text(), re.DOTALL)
+    file = tmp_path / "l40s.json"
+    file.write_text(shown)
+    found = read_hardware(file)
+    assert (found.name, found.device, found.is_measured) == ("NVIDIA L40S", "cuda", False)
+    assert found.rates_for(4).seconds(10**12, 0, "bfloat16") == pytest.approx(1 / 0.62 / 362.05, rel=0.01)
+    assert read_hardware(file, "25 GbE").link_of(16, 8).name == "25 GbE"

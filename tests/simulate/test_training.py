@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -196,6 +197,9 @@ def test_elastic_recovery_beats_a_restart_and_spares_beat_waiting() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_workers_and_a_hundred_steps_need_no_loop_over_messages() -> None:
-    """The time is told in the docs; here it only has to end well within the test's limit."""
+    """Processor time, which other work on the machine leaves alone; the docs tell the time on a clock."""
+    before = time.process_time()
     result = simulate(Scenario(workers=10_000, network="dgx-a100", parameters=10**9, jitter=0.05, steps=100))
+    took_s = time.process_time() - before
     assert len(result.steps) == 100
+    assert took_s < 30

@@ -60,6 +60,16 @@ class ByNorm(torch.optim.SGD):
                 p.sub_(0.01 * p.grad / p.grad.norm())
 
 
+class OnOneWorker(torch.optim.SGD):
+    """Worker 1 moves one element further."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        if rank == 1:
+            self.param_groups[0]["params"][0].view(-1)[3] += 0.01
+
+
 class ByLength(torch.optim.Optimizer):
     """A fused kernel in rounds of 131,072 elements, whose last, short one is rounded in another order."""
 
@@ -99,7 +109,8 @@ if BUG == "model_seeded_by_rank":
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 if BUG == "update_by_shard_length":
     model = nn.Sequential(nn.Linear(8, 20_000), nn.ReLU(), nn.Linear(20_000, 1))
-optimizer = (ByNorm if BUG == "update_by_norm" else torch.optim.SGD)(model.parameters(), 0.1)
+kind = {"update_by_norm": ByNorm, "update_on_one_worker": OnOneWorker}.get(BUG, torch.optim.SGD)
+optimizer = kind(model.parameters(), 0.1)
 if BUG == "update_by_shard_length":
     optimizer = ByLength(model.parameters())  # type: ignore[assignment]
 loader = torch.utils.data.DataLoader(Reshuffling(), batch_size=BATCH)

@@ -106,6 +106,64 @@ def test_the_first_of_several_differences_is_told(seed: int) -> None:
     assert told == sorted(kinds, key=ORDER.index)
 
 
+INSIDE = (c.WRITTEN, c.RATES, c.GRADIENT, c.BUFFER, c.WEIGHT)  # an item is of one worker: it has nobody to differ from
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_reference_whose_workers_are_unlike_is_told_with_its_own_worker(kind: str, seed: int) -> None:
+    """Worker 0 too: what it has is no measure of the others."""
+    draw = random.Random(seed)
+    workers = draw.randint(2, 4)
+    reference, other = (copy.deepcopy(made_run(draw, n, 4, 3)) for n in (workers, draw.randint(1, 3)))
+    before = copy.deepcopy(reference.steps[2])
+    PLANTED[kind](reference.steps[2], draw, workers)
+    changed = [
+        worker
+        for worker in range(workers)
+        if (reference.steps[2].after[worker], reference.steps[2].entry.get(worker))
+        != (before.after[worker], before.entry.get(worker))
+    ]
+    found = first_difference(reference, other, 1e-4)
+    assert found is not None
+    assert (found.kind, found.step, found.inside, found.of_reference) == (kind, 2, True, True)
+    assert list(found.workers) == changed
+    beside = first_difference(reference, other, 1e-4, within_reference=False)
+    assert beside is None or changed == [0] or kind == c.WRITTEN
+
+
+def test_what_differs_before_the_reference_drifts_apart_is_told_first() -> None:
+    reference, other = (copy.deepcopy(made_run(random.Random(0), n, 4, 3)) for n in (2, 3))
+    PLANTED[c.WEIGHT](reference.steps[3], random.Random(0), 2)
+    PLANTED[c.LOSS](other.steps[3], random.Random(0), 3)
+    found = first_difference(reference, other, 1e-4)
+    assert found is not None
+    assert (found.kind, found.of_reference) == (c.LOSS, False)
+
+
+def test_first_weights_that_the_reference_s_workers_have_apart_are_its_own() -> None:
+    reference, other = (made_run(random.Random(0), n, 4, 2) for n in (3, 1))
+    reference.start[2] = {**reference.start[2], "1.weight": "other"}
+    assert first_difference(reference, other, 1e-4) == Difference(
+        c.START, 0, "1.weight", workers=(2,), inside=True, of_reference=True
+    )
+
+
+def test_a_reference_that_drifts_within_the_tolerance_is_left_alone_and_beyond_it_is_not() -> None:
+    tensor = torch.randn(64, 8)
+    for factor, told in ((1 + 1e-7, False), (1.01, True)):
+        runs = [copy.deepcopy(made_run(random.Random(0), workers, 3, 2)) for workers in (3, 1)]
+        for run in runs:
+            run.about = {**run.about, "reduction": "fast"}
+            for worker, after in run.steps[2].after.items():
+                value = tensor * factor if run is runs[0] and worker == 1 else tensor
+                weights = {**after.weights, "0.weight": str(float(value.sum()))}
+                sketches = {"0.weight": tuple(sketch("0.weight", value))}
+                run.steps[2].after[worker] = replace(after, weights=weights, sketches=sketches)
+        found = first_difference(runs[0], runs[1], 1e-4)
+        assert (found == Difference(c.WEIGHT, 2, "0.weight", workers=(1,), inside=True, of_reference=True)) is told
+
+
 def test_a_weight_that_all_workers_write_alike_is_no_difference() -> None:
     one, two = (made_run(random.Random(0), workers, 3, 2) for workers in (1, 2))
     for run in (one, two):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.verify.causes import likely_cause
 from paceline.verify.comparison import Difference
 from paceline.verify.first_different_operator import first_different_operator
 from paceline.verify.record import Run, Setting
+from tests.verify.test_comparison import made_run
 
 RUNS = Run(Setting(1, "ddp")), Run(Setting(2, "ddp"))
 
@@ -116,6 +118,15 @@ CAUSES = {
     Difference(c.WEIGHT, 1, "0.weight", workers=(1,), inside=True): "an update of one worker only",
     Difference(c.WEIGHT, 1, "0.weight", workers=(0,)): "the update",
 }
+
+
+def test_what_the_reference_did_wrong_is_told_of_its_own_workers_and_optimizer() -> None:
+    reference, other = (made_run(random.Random(0), workers, 3, 4) for workers in (3, 1))
+    reference.about = {**reference.about, "optimizers": ["ByRank"]}
+    written = Difference(c.WRITTEN, 2, "0.weight", workers=(2,), inside=True, of_reference=True)
+    assert "wrote 0.weight on worker 2 of 3, " in likely_cause(written, reference, other).text
+    updated = replace(written, kind=c.WEIGHT)
+    assert "on worker 2 than on others of the same run: ByRank, " in likely_cause(updated, reference, other).text
 
 
 @pytest.mark.parametrize(("found", "name"), [*CAUSES.items()], ids=[one.kind for one in CAUSES])

@@ -67,6 +67,40 @@ def test_a_planted_bug_is_found_with_its_step_tensor_and_cause(bug: str, tmp_pat
 
 
 @pytest.mark.job
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("bug", "steps", "tensor", "kind", "unlike", "rest", "cause"),
+    [
+        (
+            "weight_written_on_one_worker", 4, "0.weight", "written", 0, 1,
+            "something wrote 0.weight on worker 0 of 2, and not alike on the others",
+        ),
+        (
+            "update_on_one_worker", 1, "0.weight", "weight", 1, 0,
+            "0.weight got another update on worker 1 than on others of the same run: __main__.OnOneWorker",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("other", [1, 3])
+def test_a_reference_whose_own_workers_drift_apart_is_the_one_that_is_blamed(
+    bug: str, steps: int, tensor: str, kind: str, unlike: int, rest: int, cause: str, other: int, tmp_path: Path
+) -> None:
+    _, outcome = verified(tmp_path, str(PLANTED), bug, workers=(2, other), steps=steps)
+    found, element = outcome.difference, outcome.element
+    assert found is not None
+    assert (found.kind, found.step, found.workers, found.of_reference) == (kind, steps, (unlike,), True)
+    assert outcome.other == 0
+    assert report.title(*outcome.pair, found) == (
+        f"the workers of 2 workers, ddp, the reference, differ from each other in step {steps}"
+    )
+    assert element is not None
+    assert (element.name, element.between) == (tensor, (f"worker {rest}", f"worker {unlike}"))
+    assert outcome.cause is not None
+    assert cause in outcome.cause.text
+    assert outcome.repeats is True
+
+
+@pytest.mark.job
 @pytest.mark.smoke
 @pytest.mark.timeout(300)
 def test_a_script_without_a_bug_is_the_same_at_every_setting(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from dataclasses import replace
@@ -57,6 +58,27 @@ def test_a_difference_of_any_kind_is_told_with_step_tensor_values_and_cause(
     assert out.cause.name in printed
     finding = json.loads(report.as_json(PLAN, out), parse_constant=pytest.fail)["finding"]
     assert (finding["kind"], finding["step"], finding["element"]["values"]) == (kind, 3, [0.5, "nan"])
+
+
+def test_a_reference_whose_own_workers_differ_is_named_and_nothing_is_said_against_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = [copy.deepcopy(made_run(random.Random(0), workers, 3, 4)) for workers in (2, 3)]
+    PLANTED[c.WEIGHT](runs[0].steps[3], random.Random(0), 2)
+    found = first_difference(*runs, 1e-4)
+    assert found is not None
+    out = Outcome(runs, ["differs", "same"], [None, 0], found, 0, repeats=True)
+    out.element = replace(ELEMENT, between=("worker 0", "worker 1"))
+    out.cause = likely_cause(found, *out.pair, repeats=True)
+    report.show(PLAN, out)
+    printed = capsys.readouterr().out
+    assert "✗ the workers of 2 workers, ddp, the reference, differ from each other in step 3" in printed
+    assert "✗ its own workers differ from step 3 on" in printed
+    assert "3 workers, ddp differs" not in printed
+    assert "worker 1  " in printed
+    finding = json.loads(report.as_json(PLAN, out))["finding"]
+    assert (finding["setting"], finding["reference"], finding["workers"]) == (0, 0, [1])
+    assert not out.same
 
 
 def test_a_run_that_fails_is_told_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:

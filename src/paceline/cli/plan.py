@@ -46,7 +46,7 @@ Optimizer = Annotated[str, _model(help="adamw, adam, sgd, momentum, lion or adaf
 HardwareName = Annotated[
     str | None,
     _machines(
-        help="H100, H200, A100, L4, RTX 4090, or what `paceline bench hardware --json` wrote [default: here]",
+        help="H100, H200, A100, L4, RTX 4090, or a file, as `paceline bench hardware --json` writes [default: here]",
         show_default=False,
     ),
 ]
@@ -212,8 +212,13 @@ def _of_model(
             time_passes=time_passes and where.device == "cpu", fused_attention=where.device == "cuda", **options,
         )  # fmt: skip
     except NotTraceableError as error:
-        if not time_passes or where.device != "cpu":
-            raise ConfigError(f"{error}; where it will train, --time runs it for real instead") from error
+        if where.device != "cpu":
+            raise ConfigError(
+                f"{error}; a model that needs values can be planned for on CPUs, where it is run for real, and not for "
+                f"{where.name}"
+            ) from error
+        if not time_passes:
+            raise ConfigError(f"{error}; --time runs it for real instead, on this machine") from error
         typer.echo(f"paceline: {error}; it is run for real instead", err=True)
         return real_profile(source, threads=where.threads, **options)
 

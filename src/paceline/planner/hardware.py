@@ -32,6 +32,11 @@ ATTAINED_LINK = 0.8
 LAUNCH_S = 4e-6
 """Of peaks in data sheets, and seconds to launch a kernel: what is assumed, not measured. Operators run one by one;
 torch.compile does better."""
+OF_ANOTHER_GPU = (
+    "write --hardware FILE by hand from its data sheet: device, memory_bytes, rates and inside, as "
+    "docs/concepts/plan.md#hardware shows"
+)
+"""`paceline bench hardware` is no help there: it measures CPUs."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,22 @@ def device_names() -> list[str]:
     return list(_data("devices")["devices"])
 
 
+def hardware_reported_as(reported: str, memory_bytes: int) -> Hardware:
+    """The GPU of this machine, by the whole name that its driver reports, with the memory that this one has.
+
+    A part of a name is not enough: an L40S is no L4, and an H100 PCIe has 0.6 of the bandwidth of an SXM5.
+    """
+    devices = _data("devices")["devices"]
+    found = next((name for name, told in devices.items() if reported in told["reported_as"]), None)
+    if found is None:
+        titles = ", ".join(told["title"] for told in devices.values())
+        raise ConfigError(
+            f"no data sheet of this GPU ({reported}, {memory_bytes / 2**30:.1f} GiB) is known, only of {titles}; plan "
+            f"for one of these with --hardware, or {OF_ANOTHER_GPU}"
+        )
+    return replace(hardware_named(found), memory_bytes=memory_bytes)
+
+
 def network_names() -> list[str]:
     return list(_data("links")["links"])
 
@@ -186,15 +207,15 @@ def link_named(name: str) -> Link:
 
 
 def hardware_named(name: str, network: str | None = None) -> Hardware:
-    """A GPU by its name, or the file that `paceline bench hardware --json` wrote."""
+    """A GPU by its name, or a file: what `paceline bench hardware --json` wrote, or a GPU's by hand."""
     devices = _data("devices")["devices"]
     found = _match(name, devices)
     if found is None:
         if name.endswith(".json") or Path(name).exists():
             return read_hardware(Path(name), network)
         raise ConfigError(
-            f"hardware {name!r} is not known; choose one of {', '.join(devices)}, or measure it: paceline bench "
-            "hardware --json FILE on that machine, then --hardware FILE"
+            f"hardware {name!r} is not known; choose one of {', '.join(devices)}, or give --hardware FILE: for CPUs "
+            f"what paceline bench hardware --json FILE measures on that machine, for another GPU {OF_ANOTHER_GPU}"
         )
     told = devices[found]
     rates = Rates(
@@ -223,18 +244,22 @@ def read_hardware(path: Path, network: str | None = None) -> Hardware:
         raise ConfigError(f"hardware profile {path}: {input_file.cause_of(error)}") from error
     if told.get("kind") != "paceline hardware profile" or told.get("format") != FORMAT:
         raise ConfigError(
-            f"{path} is no hardware profile of this version; make one with paceline bench hardware --json {path.name}"
+            f"{path} is no hardware profile of this version; make one with paceline bench hardware --json {path.name} "
+            f"(a machine of CPUs; for a GPU {OF_ANOTHER_GPU})"
         )
     try:
         hardware = _hardware_of(told)
+        _check(hardware, path)
+    except ConfigError:  # which says what is wrong, and is a ValueError too
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"hardware profile {path} is damaged ({type(error).__name__}: {error})") from error
-    _check(hardware, path)
     return hardware if network is None else replace(hardware, between=link_named(network))
 
 
 def _hardware_of(told: Mapping[str, Any]) -> Hardware:
-    between = told["between"]
+    """What only a measurement has may be missing: a profile that was written by hand is short."""
+    between = told.get("between")
     return Hardware(
         name=str(told["name"]),
         device=str(told["device"]),
@@ -247,18 +272,25 @@ def _hardware_of(told: Mapping[str, Any]) -> Hardware:
                 int(count): {strategy: Exchange(**cost) for strategy, cost in costs.items()}
                 for count, costs in by_workers.items()
             }
-            for backend, by_workers in told["exchanges"].items()
+            for backend, by_workers in told.get("exchanges", {}).items()
         },
-        collectives=dict(told["collectives"]),
-        cores=told["cores"],
-        threads=int(told["threads"]),
-        source=str(told["source"]),
+        collectives=dict(told.get("collectives", {})),
+        cores=told.get("cores"),
+        threads=int(told.get("threads", 1)),
+        source=str(told.get("source", "written by hand")),
     )
 
 
 def _check(hardware: Hardware, path: Path) -> None:
+    if hardware.device not in ("cpu", "cuda"):
+        raise ConfigError(f"hardware profile {path} has device {hardware.device!r}, which is neither cpu nor cuda")
     numbers = [hardware.inside.bandwidth, hardware.memory_bytes]
     for rates in hardware.rates.values():
         numbers += [rates.memory_bandwidth, *rates.flops.values()]
     if not hardware.rates or not all(math.isfinite(number) and number > 0 for number in numbers):
         raise ConfigError(f"hardware profile {path} has a rate that is not positive; measure it again")
+    if any("float32" not in rates.flops for rates in hardware.rates.values()):  # what others are taken for
+        raise ConfigError(f"hardware profile {path} has no rate of float32 among its flops")
+    times = [hardware.inside.latency_s, *(rates.operator_s for rates in hardware.rates.values())]
+    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in times):
+        raise ConfigError(f"hardware profile {path} has a latency or an operator_s that is no time in seconds")

@@ -1,4 +1,7 @@
-"""This machine, looked at for a second: enough to rank, not to predict. `paceline bench hardware` measures it well."""
+"""This machine, looked at for a second: enough to rank, not to predict. `paceline bench hardware` measures it well.
+
+A GPU is not measured: it has the rates of its data sheet, and the memory that it reports.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.errors import ConfigError
-from paceline.planner.hardware import Hardware, Link, Rates, device_names, hardware_named
+from paceline.planner.hardware import Hardware, Link, Rates, hardware_reported_as
 from paceline.world.host_limits import memory_limit, usable_cores
 
 SIDE = 768  # of matrices
@@ -68,14 +71,8 @@ def memory_here() -> int:
 
 def quick_hardware(threads: int = 1) -> Hardware:
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        known = next((one for one in device_names() if one.lower() in name.lower()), None)
-        if known is None:
-            raise ConfigError(
-                f"{name} is not among the known devices ({', '.join(device_names())}); measure it with paceline bench "
-                "hardware --json FILE and give --hardware FILE"
-            )
-        return hardware_named(known)
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return hardware_reported_as(torch.cuda.get_device_name(), memory)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

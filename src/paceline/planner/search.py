@@ -10,7 +10,8 @@ micro-batch is accumulated more often. Strategies that train other numbers than 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ import paceline.strategies  # noqa: F401 (they register themselves)
 from paceline.errors import ConfigError
 from paceline.planner.hardware import Hardware
 from paceline.planner.memory_model import PARTS, Memory, memory_of
-from paceline.planner.model_profile import ModelProfile, Variant
+from paceline.planner.model_profile import ModelProfile, PassProfile, Variant
 from paceline.planner.step_time_model import StepTime, step_time
 from paceline.planner.traffic import Sizes, StepTraffic, step_traffic
 from paceline.sharding.footprint import FOOTPRINTS
@@ -207,15 +208,72 @@ class Plan:
         )
 
     def _would_fit(self, smallest: Candidate) -> str:
-        more = [self.request.workers * factor for factor in (2, 4, 8, 16, 32, 64)]
-        for workers in more if smallest.strategy in ("fsdp", "zero3", "hybrid", "zero2", "zero1") else ():
-            sharded = smallest.memory.model_state * self.request.workers // workers
-            rest = smallest.memory.peak - smallest.memory.model_state
-            if sharded + rest <= smallest.room and not self.hardware.shares_memory:
-                return f"It would on about {workers} workers, or on devices with {gib(smallest.memory.peak)}"
-        if smallest.samples > 1:
-            return f"Smaller micro-batches than {smallest.samples} may fit (--micro-batches 1), or more memory does"
-        return f"It needs devices with at least {gib(smallest.memory.peak + PROCESS_BYTES[self.hardware.device])}"
+        """On what it fits, which is planned for as everything is; then what was not tried, which is not known yet."""
+        needs = smallest.memory.peak + PROCESS_BYTES[self.hardware.device]
+        if self.hardware.shares_memory:
+            on_host = self.request.on_host
+            host = f", {at_least(on_host * needs)} on a host" if on_host > 1 and not self.request.memory_bytes else ""
+            with_more = f"with {at_least(needs)} for each worker{host}"
+            certain = f"It needs {with_more.removeprefix('with ')}"
+        else:
+            with_more = f"on devices with {at_least(needs)}"
+            certain = f"It needs devices with at least {at_least(needs)}"
+        if (found := self._on_more_workers()) is not None:
+            workers, strategy = found
+            other = "" if strategy == smallest.strategy else f"with {strategy} "
+            each = f" ({self.request.on_host} on each host)" if self.hardware.shares_memory else ""
+            certain = f"It would {other}on about {workers} workers{each}, or {with_more}"
+        perhaps = self._not_tried()
+        return f"{certain}. Not tried, and perhaps enough: {perhaps}" if perhaps else certain
+
+    def _on_more_workers(self) -> tuple[int, str] | None:
+        """How many, on hosts as large as now, and the strategy that takes least there; None: no number is enough."""
+        for factor in (2, 4, 8, 16, 32, 64):
+            workers = factor * self.request.workers
+            if 0 < self.request.lanes < workers:
+                break
+            request = replace(self.request, workers=workers, per_host=self.request.on_host)
+            held = ((memory.peak, strategy) for strategy, memory in _memories(self.model, self.hardware, request))
+            least, strategy = min(held, default=(math.inf, ""))
+            if least <= room_of(self.hardware, request):
+                return workers, strategy
+        return None
+
+    def _not_tried(self) -> str:
+        """What the user left out, where the least that it could take is not too much. It was not profiled."""
+        if "fake tensors" not in self.model.how:  # it ran for real, its own batch alone: flags would change nothing
+            return "a smaller batch of the model's own" if self._could_fit(samples=1) else ""
+        ways: dict[str, dict[str, Any]] = {}
+        if True not in self.request.checkpointing and self.model.blocks:
+            ways["activation checkpointing (leave --no-checkpointing out)"] = {"recomputed": True}
+        if set(self.request.precisions) == {"fp32"}:
+            ways["--precision bf16"] = {"precision": "bf16"}
+        if all(one.samples > 1 for one in self.too_large):
+            ways["--micro-batches 1"] = {"samples": 1}
+        if alone := [name for name, changed in ways.items() if self._could_fit(**changed)]:
+            return " or ".join(alone)
+        together = {name: value for changed in ways.values() for name, value in changed.items()}
+        return " and ".join(ways) if len(ways) > 1 and self._could_fit(**together) else ""
+
+    def _could_fit(self, *, samples: int | None = None, precision: str | None = None, recomputed: bool = False) -> bool:
+        """Weights and all that is kept of them as planned; of a pass, the least that it could hold."""
+        for variant, step in self.model.passes.items():
+            wanted = Variant(samples or variant.samples, precision or variant.precision)
+            share = wanted.samples / variant.samples
+            if wanted.precision != variant.precision and variant.precision == "fp32":
+                share /= 2
+            least = replace(
+                step,
+                saved_bytes=0 if recomputed else int(share * step.saved_bytes),
+                peak_bytes=int(share * (step.temporary_bytes + (0 if recomputed else step.saved_bytes))),
+                input_bytes=int(share * step.input_bytes),
+            )
+            model = replace(self.model, passes={wanted: least})
+            request = replace(self.request, precisions=(wanted.precision,), checkpointing=(False,))
+            room = room_of(self.hardware, request)
+            if any(memory.peak <= room for _, memory in _memories(model, self.hardware, request)):
+                return True
+        return False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -243,6 +301,12 @@ class Plan:
 
 def gib(number: float) -> str:
     return f"{number / 2**30:.2f} GiB" if abs(number) >= 2**28 else f"{number / 2**20:.1f} MiB"
+
+
+def at_least(number: float) -> str:
+    """Rounded up: who gives it as much as is written here gives it enough."""
+    unit = 2**30 / 100 if number >= 2**28 else 2**20 / 10
+    return gib(math.ceil(number / unit) * unit)
 
 
 def micro_batches(global_batch: int, lanes: int, given: int) -> list[int]:
@@ -292,13 +356,18 @@ def sizes_for(request: Request, hardware: Hardware, accumulate: int, precision: 
     )
 
 
-def search(model: ModelProfile, hardware: Hardware, request: Request) -> Plan:
-    chosen, left_out = strategies_for(request, hardware)
+def room_of(hardware: Hardware, request: Request) -> int:
+    """Bytes that a worker has for tensors."""
+    sharers = request.on_host if hardware.shares_memory else 1
+    return (request.memory_bytes or hardware.memory_bytes // sharers) - PROCESS_BYTES[hardware.device]
+
+
+def _ways(
+    model: ModelProfile, hardware: Hardware, request: Request, chosen: Sequence[Chosen]
+) -> Iterator[tuple[Chosen, Variant, PassProfile, Sizes]]:
+    """Every strategy with every pass that fills the global batch."""
     lanes = request.all_lanes
     global_batch = request.global_batch or lanes * model.samples
-    sharers = request.on_host if hardware.shares_memory else 1
-    room = (request.memory_bytes or hardware.memory_bytes // sharers) - PROCESS_BYTES[hardware.device]
-    found: list[Candidate] = []
     for variant, step in model.passes.items():
         if variant.recomputed not in request.checkpointing or variant.precision not in request.precisions:
             continue
@@ -307,26 +376,47 @@ def search(model: ModelProfile, hardware: Hardware, request: Request) -> Plan:
             continue
         sizes = sizes_for(request, hardware, accumulate, variant.precision)
         for strategy in chosen:
-            if variant.precision != "fp32" and not strategy.entry.takes_low_precision:
-                continue
-            traffic = step_traffic(strategy.name, model, step, sizes)
-            memory = memory_of(strategy, model, step, sizes, variant.precision, request.on_host)
-            low = variant.precision != "fp32"
-            time = step_time(strategy.name, model, step, sizes, traffic, hardware, request.on_host, low)
-            found.append(
-                Candidate(
-                    strategy.name,
-                    variant.samples,
-                    accumulate,
-                    variant.precision,
-                    variant.recomputed,
-                    lanes,
-                    memory,
-                    traffic,
-                    time,
-                    room,
-                )
+            if variant.precision == "fp32" or strategy.entry.takes_low_precision:
+                yield strategy, variant, step, sizes
+
+
+def _memories(model: ModelProfile, hardware: Hardware, request: Request) -> Iterator[tuple[str, Memory]]:
+    """What each way would hold, by strategy."""
+    chosen, _ = strategies_for(request, hardware)
+    for strategy, variant, step, sizes in _ways(model, hardware, request, chosen):
+        yield strategy.name, memory_of(strategy, model, step, sizes, variant.precision, request.on_host)
+
+
+def search(model: ModelProfile, hardware: Hardware, request: Request) -> Plan:
+    chosen, left_out = strategies_for(request, hardware)
+    lanes = request.all_lanes
+    global_batch = request.global_batch or lanes * model.samples
+    room = room_of(hardware, request)
+    found: list[Candidate] = []
+    for strategy, variant, step, sizes in _ways(model, hardware, request, chosen):
+        traffic = step_traffic(strategy.name, model, step, sizes)
+        memory = memory_of(strategy, model, step, sizes, variant.precision, request.on_host)
+        low = variant.precision != "fp32"
+        time = step_time(strategy.name, model, step, sizes, traffic, hardware, request.on_host, low)
+        found.append(
+            Candidate(
+                strategy.name,
+                variant.samples,
+                sizes.accumulate,
+                variant.precision,
+                variant.recomputed,
+                lanes,
+                memory,
+                traffic,
+                time,
+                room,
             )
+        )
+    if model.passes and not any(variant.precision in request.precisions for variant in model.passes):
+        raise ConfigError(
+            f"{model.name} was not run in {' or '.join(request.precisions)}: a model that can't be traced runs once, "
+            "in fp32; leave --precision out"
+        )
     if not found:
         raise ConfigError(
             f"no micro-batch fills a global batch of {global_batch} on {lanes} lanes; give --global-batch a multiple "

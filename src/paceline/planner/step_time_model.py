@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.planner.hardware import Hardware, Rates
+from paceline.planner.hardware import Exchange, Hardware, Rates
 from paceline.planner.model_profile import ModelProfile, PassProfile, Work
 from paceline.planner.traffic import Sizes, StepTraffic, full_order, pulls_of
 from paceline.sharding.bucket import plan_buckets
@@ -75,10 +75,7 @@ def step_time(
         return StepTime(items * one, update, 0.0, 0.0, hardware.is_measured)
     measured = hardware.exchange(strategy, sizes.backend, sizes.workers) if per_host >= sizes.workers else None
     if measured is not None:
-        rounds = items if strategy in ("fsdp", "zero2", "zero3") else 1
-        gradient_bytes = 4 * model.parameters
-        moved = measured.seconds(gradient_bytes, len(model.specs))
-        total = moved + (rounds - 1) * (measured.per_byte_s * gradient_bytes)
+        total = exchange_s(strategy, model, sizes, measured)
         return StepTime(items * one, update, total, total, True)
     link = hardware.link_of(sizes.workers, per_host)
     sent = traffic.most or _read_in_memory(strategy, model, sizes)
@@ -91,6 +88,15 @@ def step_time(
         after = 0.0
     exposed = total if hardware.shares_memory else _exposed(strategy, model, step, sizes, total, one, items)
     return StepTime(items * one, update, total + after, exposed + after, False)
+
+
+def exchange_s(strategy: str, model: ModelProfile, sizes: Sizes, measured: Exchange) -> float:
+    """Of one step, as it was measured: these strategies exchange every item by itself."""
+    items = -(-sizes.lanes // sizes.workers) * sizes.accumulate
+    rounds = items if strategy in ("fsdp", "zero2", "zero3") else 1
+    gradient_bytes = 4 * model.parameters
+    moved = measured.seconds(gradient_bytes, len(model.specs))
+    return moved + (rounds - 1) * (measured.per_byte_s * gradient_bytes)
 
 
 def update_s(strategy: str, model: ModelProfile, sizes: Sizes, rates: Rates, low_precision: bool) -> float:

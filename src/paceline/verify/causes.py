@@ -32,6 +32,8 @@ def likely_cause(
     repeats: bool | None = None,
 ) -> Cause:
     """`repeats`: whether a second run of the same setting gave what the first one did; None: it was not tried."""
+    if found.of_reference:
+        other = reference
     if repeats is False:
         return _not_deterministic(found, parted)
     if parted is not None and found.kind in (c.RANDOM, c.LOSS, c.LANE_GRADIENT):

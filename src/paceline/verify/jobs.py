@@ -75,13 +75,20 @@ class Outcome:
 
     runs: list[Run] = field(default_factory=list)
     states: list[str] = field(default_factory=list)  # of each: reference, same, differs, failed
-    against: list[int | None] = field(default_factory=list)  # of each: its reference
+    against: list[int | None] = field(default_factory=list)  # of each: its reference; None: it is one
     difference: Difference | None = None
-    other: int | None = None  # the run that is unlike
+    other: int | None = None  # the run that is unlike; of which workers are unlike each other, it may be a reference
     cause: Cause | None = None
     element: Element | None = None
     parted: DifferentOperator | None = None
     repeats: bool | None = None
+
+    @property
+    def pair(self) -> tuple[Run, Run]:
+        """What the difference is between: a reference and another run, or a reference and itself."""
+        assert self.other is not None
+        against = self.against[self.other]
+        return self.runs[self.other if against is None else against], self.runs[self.other]
 
     @property
     def same(self) -> bool:
@@ -118,13 +125,13 @@ class Verification:
             out.runs.append(run)
             self._judge(out, run)
         if out.other is not None and out.difference is not None:
-            self._explain(out, out.other)
+            self._explain(out, out.difference)
         return out
 
     def _judge(self, out: Outcome, run: Run) -> None:
         if len(out.runs) == 1:
             self._check_reference(run)
-        alike = [at for at, one in enumerate(out.runs[:-1]) if out.states[at] == "reference" and _same_kind(one, run)]
+        alike = [at for at, one in enumerate(out.runs[:-1]) if out.against[at] is None and _same_kind(one, run)]
         if run.about and not alike:
             if run.error is not None:
                 raise ConfigError(f"{run.name()} fails: {run.error}")
@@ -133,11 +140,17 @@ class Verification:
             return
         at = alike[0] if alike else 0
         found = first_difference(out.runs[at], run, self._plan.tolerance)
-        state = "failed" if run.error is not None else "same" if found is None else "differs"
+        of_reference = found is not None and found.of_reference
+        unlike = found if not of_reference else first_difference(
+            out.runs[at], run, self._plan.tolerance, within_reference=False
+        )  # fmt: skip
+        state = "failed" if run.error is not None else "same" if unlike is None else "differs"
         out.states.append(state)
         out.against.append(at)
-        if state != "same" and out.other is None:
-            out.other, out.difference = len(out.runs) - 1, found
+        if of_reference:
+            out.states[at] = "differs"  # it goes on being what others are compared with
+        if out.other is None and (of_reference or state != "same"):
+            out.other, out.difference = at if of_reference else len(out.runs) - 1, found
 
     def _check_reference(self, run: Run) -> None:
         """What the others are compared with has to have run."""
@@ -185,13 +198,12 @@ class Verification:
 
     # -- a closer look -----------------------------------------------------------------------------------------------
 
-    def _explain(self, out: Outcome, at: int) -> None:
-        reference, other, found = out.runs[out.against[at] or 0], out.runs[at], out.difference
-        assert found is not None
+    def _explain(self, out: Outcome, found: Difference) -> None:
+        reference, other = out.pair
         if found.step >= 1 and found.kind not in (comparison.STEPS, comparison.ITEMS, comparison.LANES):
             look = self._look_at(found, reference, other)
-            again, others = self._run(reference.setting, look), self._run(other.setting, look)
-            found_again = {repeats(one, two, look.step) for one, two in ((reference, again), (other, others))}
+            pair = (reference,) if found.of_reference else (reference, other)
+            found_again = {repeats(run, self._run(run.setting, look), look.step) for run in pair}
             out.repeats = None if None in found_again else found_again == {True}
             folders = (self._folder_of(reference.setting, look), self._folder_of(other.setting, look))
             if look.item is not None:
@@ -271,9 +283,9 @@ def _elements(look: Look, found: Difference, ours: Path, theirs: Path) -> Iterat
 
     workers = found.workers or (0,)
     left, right, between = values(ours, 0), values(theirs, workers[0]), None
-    if found.kind == comparison.WRITTEN and found.inside:
-        apart = next(worker for worker in range(len(workers) + 1) if worker not in workers)
-        left, between = values(theirs, apart), (f"worker {apart}", f"worker {workers[0]}")
+    if found.of_reference or (found.kind == comparison.WRITTEN and found.inside):
+        rest = next(worker for worker in range(len(workers) + 1) if worker not in workers)
+        left, between = values(theirs, rest), (f"worker {rest}", f"worker {workers[0]}")
     for kind, name in sorted(look.tensors, key=lambda one: list(KEPT.values()).index(one[0])):
         key = f"{kind} {name}"
         if key in left and key in right and (element := first_element(kind, name, left[key], right[key])) is not None:

@@ -93,7 +93,9 @@ def _verdict(outcome: Outcome, run: Run, state: str, against: int | None) -> str
         return (
             "what the others are compared with" if is_first else "trains other numbers, so it is compared with itself"
         )
-    assert against is not None
+    if against is None:
+        step = f" from step {step_of(outcome, run)} on" if run is outcome.runs[outcome.other or 0] else ""
+        return f"its own workers differ{step}"
     if state == "failed":
         return f"failed in step {run.made + 1}" if run.made else "failed before its first step"
     if state == "differs":
@@ -134,9 +136,7 @@ def _show_difference(plan: Plan, outcome: Outcome, out: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    assert outcome.other is not None
-    other = outcome.runs[outcome.other]
-    reference = outcome.runs[outcome.against[outcome.other] or 0]
+    reference, other = outcome.pair
     out.print(f"✗ {title(reference, other, outcome.difference)}\n", style="bold red")
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True, min_width=8)
@@ -149,18 +149,19 @@ def _show_difference(plan: Plan, outcome: Outcome, out: Console) -> None:
 def title(reference: Run, other: Run, found: Difference | None) -> str:
     if found is None:
         return f"the script fails with {other.name()}, and not with {reference.name()}"
+    who = f"{other.name()} differs from {reference.name()}"
+    if found.of_reference:
+        who = f"the workers of {reference.name()}, the reference, differ from each other"
     if found.step == 0:
-        return f"{other.name()} differs from {reference.name()} before the first step"
+        return f"{who} before the first step"
     number = f"update {found.step}, counting those of all optimizers" if other.in_updates else f"step {found.step}"
-    return f"{other.name()} differs from {reference.name()} in {number}"
+    return f"{who} in {number}"
 
 
 def told(plan: Plan, outcome: Outcome) -> Iterator[tuple[str, str]]:
     """The lines about the difference."""
     found, element, cause = outcome.difference, outcome.element, outcome.cause
-    assert outcome.other is not None
-    other = outcome.runs[outcome.other]
-    reference = outcome.runs[outcome.against[outcome.other] or 0]
+    reference, other = outcome.pair
     if other.error is not None:
         yield "error", other.error
     if found is not None:
@@ -269,7 +270,7 @@ def _finding(outcome: Outcome, at: int) -> dict[str, Any]:
     found, element, cause, parted = outcome.difference, outcome.element, outcome.cause, outcome.parted
     return {
         "setting": at,
-        "reference": outcome.against[at],
+        "reference": at if outcome.against[at] is None else outcome.against[at],
         "error": outcome.runs[at].error,
         "kind": None if found is None else found.kind,
         "step": None if found is None else found.step,

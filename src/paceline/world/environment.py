@@ -200,6 +200,12 @@ def wanted_kernels() -> str | None:
     return text_of(os.environ, "PACELINE_KERNELS")
 
 
+def hardware_profile() -> Path | None:
+    """PACELINE_HARDWARE: what `paceline bench hardware` measured of this machine, for strategy="auto"."""
+    name = text_of(os.environ, "PACELINE_HARDWARE")
+    return None if name is None else Path(name)
+
+
 def injected_faults() -> str | None:
     """PACELINE_FAULTS: what shall go wrong in this job, and where (`elastic.faults`)."""
     return text_of(os.environ, "PACELINE_FAULTS")

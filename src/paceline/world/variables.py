@@ -8,6 +8,7 @@ PACELINE_REPLAY           the folder of a recorded run that one process does aga
 PACELINE_VERIFY           the folder in which a job is told what to record (`paceline verify`)
 PACELINE_PLAN             what to profile of a script that is not trained (`paceline plan SCRIPT`)
 PACELINE_HOST_ADDRESS     the address that tensors leave this host from
+PACELINE_HARDWARE         a profile of this machine by which strategy="auto" chooses (`paceline bench hardware`)
 PACELINE_INCARNATION, _VAULT, _COPIES, _MEMBERS, _ACROSS_HOSTS     of an elastic job, by `paceline run` alone
 """
 
