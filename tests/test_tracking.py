@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from paceline.tracking.json_lines import FILE_NAME, JsonLines, WrittenByAnother,
 from paceline.tracking.kubeflow import Kubeflow
 from paceline.tracking.prometheus import Prometheus
 from paceline.tracking.reporter import RunInfo, in_section
+from paceline.tracking.run import RunReports
 from paceline.tracking.tensorboard import FOLDER, TensorBoard
 from paceline.world.environment import KubeflowServer, kubeflow_server
 
@@ -297,6 +298,21 @@ def test_a_reporter_that_fails_on_the_way_is_dropped_and_the_others_go_on(run: R
     reporters.close(ok=False)
     assert broken.calls[1:] == ["start", "log"]
     assert whole.calls[1:] == ["start", "log", "log", "close False"]
+
+
+def test_what_fails_at_the_end_is_one_line_and_the_reporters_are_closed(
+    run: RunInfo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(folder: Path, times: Sequence[tuple[int, float]]) -> None:
+        raise OSError(28, "No space left on device")
+
+    options = {"is_main": lambda: True, "world": dict, "say": print, "at_end": fails}
+    reports = RunReports("none", run, **options)  # type: ignore[arg-type]
+    reports.log(1, {"loss": 1.0}, [])
+    reports.close(ok=True)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "what the run measured can't be stored (No space left on device)" in said
+    assert lines(run)[-1]["event"] == "end"
 
 
 def test_one_that_cannot_start_is_an_error_if_named_and_left_out_of_all(run: RunInfo) -> None:

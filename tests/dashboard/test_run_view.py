@@ -105,11 +105,14 @@ def test_generations_and_resumes_are_on_the_time_axis(tmp_path: Path) -> None:
 
 
 def test_memory_stands_beside_what_was_predicted(tmp_path: Path) -> None:
-    Simulated(2, 5).write(tmp_path, strategy="zero2", workers=2, precision="bf16, gradients bf16")
+    setting: dict[str, Any] = {"strategy": "zero2", "precision": "bf16", "accumulate": 2, "micro_batch": 4}
+    setting |= {"activation_checkpointing": False}
+    Simulated(2, 5).write(tmp_path, workers=2, lanes=2, **setting)
     assert as_sent(tmp_path)["predicted"] == {}
-    row = {"strategy": "zero2", "precision": "bf16", "accumulate": 1, "step_s": 1.0, "sent_is_counted": False}
-    row |= {"memory": {"model_state": 100, "peak": 300}, "sent_bytes": [0]}
-    (tmp_path / "plan.json").write_text(json.dumps({"workers": 2, "fitting": [row], "too_large": []}))
+    row = {**setting, "step_s": 1.0, "sent_is_counted": False, "sent_bytes": [0]}
+    rows = [row | {"accumulate": 1, "memory": {"model_state": 7, "peak": 7}}]
+    rows.append(row | {"memory": {"model_state": 100, "peak": 300}})
+    (tmp_path / "plan.json").write_text(json.dumps({"workers": 2, "lanes": 2, "fitting": rows, "too_large": []}))
     assert as_sent(tmp_path)["predicted"] == {"peak": 300, "model_state": 100}  # while it runs
     told = {"about": {}, "predicted": {"peak": 400, "sent_bytes": 7}, "measured": {}}
     (tmp_path / "residuals.json").write_text(json.dumps(told))
@@ -163,6 +166,34 @@ def test_truncated_files_are_told_and_the_others_shown(size: int, tmp_path: Path
         assert [row["worker"] for row in view["workers"]] == [0, 1]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_bytes_in_place_of_records_are_no_harm(seed: int, tmp_path: Path) -> None:
+    """Of all records, of some, or of one number of a record: the others still make it look like one."""
+    draw = np.random.default_rng(seed)
+    for number in range(12):
+        folder = Simulated(3, 40, seed=seed).write(tmp_path / str(number))
+        for worker in range(2):
+            path = folder / FOLDER / f"worker-{worker}.0"
+            line, _, rest = path.read_bytes().partition(b"\n")
+            records = np.frombuffer(rest, DTYPE).copy()
+            garbage = np.frombuffer(draw.bytes(records.nbytes), DTYPE).copy()
+            garbage["kind"] = draw.integers(1, 5, len(records))
+            for name in ("began", "voted", "hidden_s", "memory", "peer_s"):  # which random bits hardly ever are
+                garbage[name][::3] = draw.choice([np.nan, np.inf, -np.inf, 1e38], len(garbage[::3]))
+            for place in draw.permutation(len(records))[:10]:
+                name = str(draw.choice([*(field[0] for field in DTYPE), "all"]))
+                if name == "all":
+                    records[place] = garbage[place]
+                else:
+                    records[name][place] = garbage[name][place]
+            whole = garbage if number == worker else records
+            path.write_bytes(line + b"\n" + whole.tobytes() + draw.bytes(int(draw.integers(2000))))
+        view = as_sent(folder)
+        assert [row["worker"] for row in view["workers"]] == [0, 1, 2]
+        assert len(view["history"]["step"]) <= POINTS
+        assert view["problems"] == []
+
+
 @pytest.mark.parametrize("content", ["", "no json\n", '{"step": 1}\n{"step": 2, "loss": "x"}\n[1]\n', "\0" * 50])
 def test_a_damaged_metrics_file_is_no_harm(content: str, tmp_path: Path) -> None:
     Simulated(1, 5).write(tmp_path)
@@ -173,6 +204,18 @@ def test_a_damaged_metrics_file_is_no_harm(content: str, tmp_path: Path) -> None
 def test_a_folder_without_events_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no events"):
         view_of(tmp_path)
+
+
+def test_numbers_that_no_float_has_are_left_out_of_what_was_logged(tmp_path: Path) -> None:
+    Simulated(1, 5).write(tmp_path)
+    huge = "9" * 400
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{{"step": 1, "time": {huge}, "loss": 2.0}}\n{{"step": {huge}, "loss": 1.0}}\n{{"step": 2, "loss": {huge}}}\n'
+        f'{{"event": "end", "time": NaN}}\n{{"event": "end", "time": {huge}}}\n{{"event": "end", "time": 7, "ok": 1}}\n'
+    )
+    view = as_sent(tmp_path)
+    assert view["logged"]["loss"] == {"step": [1, 2], "time": [None, None], "value": [2.0, None], "last": None}
+    assert [note["time"] for note in view["notes"]] == [7.0]
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from paceline.dashboard import run_view
+from paceline.dashboard import server as server_module
 from paceline.dashboard.access import Access, Request, hosts_of, token_of
 from paceline.dashboard.server import DEFAULT_PORT, listen, page_and_policy
 from paceline.errors import ConfigError
@@ -193,6 +195,33 @@ def test_a_run_that_can_no_longer_be_read_is_told_and_the_server_goes_on(run: Pa
         server.runs.watched[0]._due = 0.0
         assert "has no events" in json.loads(server.get("/runs").text)[0]["error"]
         assert server.get("/metrics").status == 200
+
+
+def test_a_damaged_record_takes_neither_its_run_nor_the_others_away(run: Path, tmp_path: Path) -> None:
+    other = Simulated(2, 7).write(tmp_path / "other")
+    record = Simulated(1, 41).own[0][-1]
+    with open(run / FOLDER / "worker-0.0", "ab") as file:
+        file.write(pack_step(record._replace(hidden_s=float("nan")), Use(float("inf"))))
+    with served(run, other) as server:
+        views = json.loads(server.get("/runs").text)
+        assert server.get("/metrics").status == 200
+    assert [view["last_step"] for view in views] == [40, 7]
+
+
+@pytest.mark.parametrize("harm", [lambda folder: {"a": float("nan")}, lambda folder: 1 / 0])
+def test_a_run_that_no_reader_expected_is_told_and_the_others_are_shown(
+    harm: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Simulated(2, 7).write(tmp_path / "other")
+    monkeypatch.setattr(server_module, "view_of", lambda of: harm(of) if of == run else run_view.view_of(of))
+    with served(run, other) as server:
+        stream = Stream(server)
+        views = [stream.next_run(), stream.next_run()]
+        assert server.get("/metrics").status == 200
+        stream.close()
+    assert [view is not None and "error" in view for view in views] == [True, False]
+    assert views[0] is not None
+    assert "it can't be shown (" in views[0]["error"]
 
 
 def test_a_run_whose_files_have_not_grown_is_not_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

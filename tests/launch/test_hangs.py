@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from paceline.launch.failure_attribution import FailedWait, Phase, Process, Waits
 from paceline.launch.hangs import find_hang
 from paceline.world.waiting import LOOP
-from tests.faults.jobs import run_job
+from tests.faults.jobs import RunningJob, started_job
 
 VOTE = Waits(LOOP, "train.py:30", since=98.0)
 
@@ -87,12 +88,16 @@ def test_a_timeout_is_told_from_a_broken_connection(text: str, timed_out: bool) 
 
 # ---- real processes ------------------------------------------------------------------------------------------
 
-SCRIPT = """
+TIMEOUT_S = 3
+TOLD_WITHIN_S = 2.0
+"""Of the end of a wait, as docs/concepts/monitor.md promises."""
+SCRIPT = f"""
 import os, signal, sys, time
 import torch
 import paceline
 how, rank = sys.argv[1], int(os.environ["PACELINE_RANK"])
-engine = paceline.Engine(device="cpu", timeout_s=3, seed=0)
+engine = paceline.Engine(device="cpu", timeout_s={TIMEOUT_S}, seed=0)
+came = open(f"came-{{rank}}", "a", buffering=1)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.utils.data.TensorDataset(torch.randn(160, 8), torch.randn(160, 1))
@@ -108,13 +113,25 @@ def forward_of_mine(x):
     return model(x)
 
 for x, y in loader:
-    engine.backward((forward_of_mine(x) - y).square().mean())
+    loss = (forward_of_mine(x) - y).square().mean()
+    print(time.monotonic(), file=came)
+    engine.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
 if how == "skips" and rank == 1:
     time.sleep(600)
+print(time.monotonic(), file=came)
 engine.barrier()
 """
+
+
+def told_after_s(job: RunningJob) -> float:
+    """From the moment that the first of those that wait came to where they wait, by the clock of the whole machine."""
+    deadline = time.monotonic() + 60
+    while "paceline: hang" not in job.printed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    told = time.monotonic()
+    return told - min(float((job.folder / f"came-{rank}").read_text().split()[-1]) for rank in (0, 2))
 
 
 @pytest.mark.job
@@ -135,7 +152,9 @@ def test_the_late_worker_is_named_with_its_stack(tmp_path: Path, how: str, flags
     (folder / "job.py").write_text(SCRIPT)
     flags = f"{flags} --heartbeat-timeout-s 20" if "--elastic" in flags else flags
     environment = {"TORCH_FR_BUFFER_SIZE": "100"}
-    job = run_job(folder, f"--workers 3 {flags}", how, script=folder / "job.py", environment=environment)
+    with started_job(folder, f"--workers 3 {flags}", how, script=folder / "job.py", environment=environment) as running:
+        took_s = told_after_s(running)
+        job = running.finish()
     assert job.code == code, job.text
     assert re.search(f"paceline: hang {told}.* for worker 1, which has not come; its stack:\n", job.err), job.text
     if how == "stops":
@@ -145,6 +164,8 @@ def test_the_late_worker_is_named_with_its_stack(tmp_path: Path, how: str, flags
         line = f"line {sleeping[0]} in forward_of_mine" if how == "sleeps" else f"line {sleeping[1]} in <module>"
         assert re.search(rf"\[1\] Stack .*\n\[1\]   File \".*job.py\", {line}\n", job.err), job.text
     assert job.err.count("paceline: hang") == 1, job.text
+    assert took_s <= TIMEOUT_S + TOLD_WITHIN_S, job.text
+    assert took_s >= TIMEOUT_S or "--elastic" in flags, job.text  # whose workers go on, and come to further waits
     records = re.findall(r"worker (\d): torch's flight recorder has its last \d+ collectives, in (\S+\.json);", job.err)
     assert {rank for rank, _ in records} == ({"0", "2"} if "gloo" in flags else set()), job.text
     for _, file in records:

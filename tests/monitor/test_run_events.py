@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import DataError
-from paceline.monitor.events import FOLDER, RECORD_BYTES, VERSION, Kind, pack_note
+from paceline.monitor.events import DTYPE, FOLDER, RECORD_BYTES, VERSION, Kind, pack_note
 from paceline.monitor.run_events import read_run
 from tests.monitor.simulated import Simulated
 
@@ -88,6 +88,8 @@ def test_every_length_of_a_file_can_be_read(tmp_path: Path) -> None:
         (lambda folder: file_of(folder, 0).write_bytes(b"[" * 4000 + b"\n") and folder, "can't be read"),
         (lambda folder: with_header(file_of(folder, 0), version=VERSION + 1) or folder, "update it"),
         (lambda folder: with_header(file_of(folder, 0), clock=None) or folder, "lacks the worker or its clock"),
+        (lambda folder: with_header(file_of(folder, 0), time=np.nan) or folder, "lacks the worker or its clock"),
+        (lambda folder: with_header(file_of(folder, 0), clock=1e300) or folder, "lacks the worker or its clock"),
         (lambda folder: file_of(folder, 0).unlink() or file_of(folder, 0).mkdir() or folder, "it is a folder"),
     ],
 )
@@ -98,13 +100,32 @@ def test_what_can_not_be_read_is_said_in_a_line(harm, words: str, tmp_path: Path
     assert "\n" not in str(said.value)
 
 
-def test_random_bytes_after_a_header_are_no_error(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
+@pytest.mark.parametrize(
+    "name", ["began", "arrived", "voted", "parts", "hidden_s", "memory", "device_memory", "peer_s"]
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 1e30])
+def test_a_record_that_no_worker_can_have_written_is_left_out(name: str, value: float, tmp_path: Path) -> None:
+    path = file_of(Simulated(1, 9).write(tmp_path), 0)
+    line, _, rest = path.read_bytes().partition(b"\n")
+    records = np.frombuffer(rest, DTYPE).copy()
+    records[name][4] = value
+    path.write_bytes(line + b"\n" + records.tobytes())
+    assert read_run(tmp_path).workers[0]["step"].tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
+
+
+def test_a_note_without_a_moment_is_left_out(tmp_path: Path) -> None:
     path = file_of(Simulated(1, 3).write(tmp_path), 0)
-    header = path.read_bytes().partition(b"\n")[0]
-    for _ in range(20):
-        path.write_bytes(header + b"\n" + draw.bytes(int(draw.integers(2000))))
-        read_run(tmp_path)
+    with path.open("ab") as file:
+        file.write(pack_note(Kind.NOTE, 0, 1, 3, float("nan"), "never") + pack_note(Kind.NOTE, 0, 1, 3, 1001.0, "then"))
+    assert [note.text for note in read_run(tmp_path).notes] == ["then"]
+
+
+def test_what_a_script_did_beyond_the_checkpoint_that_it_went_back_to_no_longer_counts(tmp_path: Path) -> None:
+    path = file_of(Simulated(1, 6).write(tmp_path, ended=False), 0)
+    line, _, rest = path.read_bytes().partition(b"\n")
+    again = Simulated(1, 5, seed=1).write(tmp_path / "again", ended=False)
+    path.write_bytes(line + b"\n" + rest + file_of(again, 0).read_bytes().partition(b"\n")[2][3 * RECORD_BYTES :])
+    assert read_run(tmp_path).workers[0]["step"].tolist() == [1, 2, 3, 4, 4, 5]
 
 
 def test_what_a_resumed_job_had_done_beyond_its_checkpoint_no_longer_counts(tmp_path: Path) -> None:
@@ -155,7 +176,9 @@ def test_64_workers_of_10_000_steps_are_read_and_judged_in_seconds(tmp_path: Pat
 
     path = file_of(Simulated(1, 100).write(tmp_path), 0)
     line, _, rest = path.read_bytes().partition(b"\n")
-    records = rest[: 100 * RECORD_BYTES] * 100
+    numbered = np.frombuffer(rest[: 100 * RECORD_BYTES] * 100, DTYPE).copy()
+    numbered["step"] = np.arange(1, 10_001)
+    records = numbered.tobytes()
     for worker in range(64):
         header = json.dumps(json.loads(line) | {"worker": worker}).encode() + b"\n"
         file_of(tmp_path, worker).write_bytes(header + records)

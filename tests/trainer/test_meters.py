@@ -40,6 +40,16 @@ def test_rates_are_those_since_the_last_log() -> None:
     assert meters.whole == Stretch(steps=3, samples=24, tokens=800, seconds=5.0, waited_s=1.0)
 
 
+def test_communication_that_nothing_hides_is_logged_where_there_are_others() -> None:
+    clock = Clock()
+    meters = Meters(2, clock=clock)
+    meters.restart()
+    for exposed_s in (0.25, 0.5):
+        clock.now += 1.0
+        meters.step(samples=8, exposed_s=exposed_s)
+    assert meters.since_last_log()["exposed_communication_s"] == 0.375
+
+
 def test_an_evaluation_slows_no_meter_down() -> None:
     clock = Clock()
     meters = Meters(clock=clock)

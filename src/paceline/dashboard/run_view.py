@@ -207,9 +207,9 @@ def _notes(run: RunEvents, happened: Sequence[Mapping[str, Any]]) -> list[dict[s
         for note in run.notes
     ]
     for line in happened:
-        if (text := _event_text(line)) and isinstance(line.get("time"), int | float):
+        if (text := _event_text(line)) and math.isfinite(at := _float(line.get("time"))):
             step = line["step"] if type(line.get("step")) is int else None
-            found.append({"time": float(line["time"]), "step": step, "worker": None, "text": text, "kind": "job"})
+            found.append({"time": at, "step": step, "worker": None, "text": text, "kind": "job"})
     return sorted(found, key=lambda note: note["time"])[-MOST_NOTES:]
 
 
@@ -240,12 +240,11 @@ def _metrics(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[s
         return {}, [], [f"{one_line(str(path), 200)} can't be read: {cause_of(error)}"]
     curves: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows:
-        at = row.get("time")
+        at = _float(row.get("time"))
         for name, value in row.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if name not in ("step", "time") and is_number and (name in curves or len(curves) < MOST_LOGGED):
-                when = float(at) if isinstance(at, int | float) else math.nan
-                curves.setdefault(name, []).append((row["step"], when, float(value)))
+                curves.setdefault(name, []).append((row["step"], at, _float(value)))
     return {name: _curve(points) for name, points in curves.items()}, happened, []
 
 
@@ -256,7 +255,7 @@ def _curve(points: Sequence[tuple[int, float, float]]) -> dict[str, Any]:
     if len(table) > LOGGED_POINTS:
         begins = np.arange(0, len(table), -(-len(table) // LOGGED_POINTS))
         counts = np.diff(np.append(begins, len(table)))
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             table = np.add.reduceat(table, begins, axis=0) / counts[:, None]
     return {
         "step": [round(one) for one in table[:, 0].tolist()],
@@ -281,12 +280,10 @@ def _predicted(folder: Path, about: Mapping[str, Any]) -> tuple[dict[str, float]
         if stored.exists():
             found = input_file.read_json(stored)["predicted"]
         else:
-            setting = {"strategy": about.get("strategy"), "workers": about.get("workers")}
-            setting["precision"] = str(about.get("precision", "")).partition(",")[0]
-            found = residuals.of_plan(plan, setting)
+            found = residuals.of_plan(plan, about)
         kept = {name: found[name] for name in ("peak", "model_state") if isinstance(found.get(name), int | float)}
         return {name: float(value) for name, value in kept.items() if math.isfinite(value)}, []
-    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         wrong = stored if stored.exists() else plan
         return {}, [f"{one_line(str(wrong), 200)} can't be read: {cause_of(error)}"]
 
@@ -311,6 +308,14 @@ def _shown(values: Any) -> dict[str, Any]:
 
 def _rounded(values: npt.NDArray[Any], digits: int) -> list[float]:
     return [float(one) for one in np.round(values.astype(np.float64), digits).tolist()]
+
+
+def _float(value: Any) -> float:
+    """NaN: it is no number, or one that no float can be."""
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:

@@ -56,7 +56,7 @@ class WatchedRun:
     def __init__(self, folder: Path, number: int, view: View | None = None) -> None:
         self.folder, self.number = folder, number
         self.version = 0
-        self.view: View = {"name": folder.name, "folder": str(folder), "error": "it is being read"}
+        self.view = self._unread("it is being read")
         self.text = ""
         self._seen: Any = None
         self._due = 0.0
@@ -75,16 +75,22 @@ class WatchedRun:
         seen = self._signature()
         if seen != self._seen:
             try:
-                view = view_of(self.folder)
+                self._take(view_of(self.folder))
             except (PacelineError, OSError) as error:
-                view = {"name": self.folder.name, "folder": str(self.folder), "error": cause_of(error)}
+                self._take(self._unread(cause_of(error)))
+            except Exception as error:  # damaged in a way that no reader expects: the other runs are shown all the same
+                self._take(self._unread(f"it can't be shown ({type(error).__name__}: {cause_of(error)})"))
             self._seen = seen
-            self._take(view)
         self._due = began + max(EVERY_S, (time.thread_time() - spent) / SHARE)
 
+    def _unread(self, why: str) -> View:
+        return {"name": self.folder.name, "folder": str(self.folder), "error": why}
+
     def _take(self, view: View) -> None:
-        self.view = {**view, "number": self.number}
-        self.text = json.dumps(self.view, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        numbered = {**view, "number": self.number}
+        # In ASCII: a file's name, and a damaged file's text, may have halves of letters, which UTF-8 has none of.
+        self.text = json.dumps(numbered, allow_nan=False, separators=(",", ":"))
+        self.view = numbered
         self.version += 1
 
     def _signature(self) -> Any:
@@ -187,7 +193,8 @@ def application(runs: Runs, access: Access) -> ASGIApp:
 
     async def show_metrics(request: HttpRequest) -> Response:
         views = [run.view for run in await runs.refresh()]
-        return Response(metrics_text(views), media_type=CONTENT_TYPE, headers=headers)
+        text = metrics_text(views).encode(errors="replace")  # as `_take`
+        return Response(text, media_type=CONTENT_TYPE, headers=headers)
 
     routes = {"/": show_page, "/runs": show_runs, "/events": show_changes, "/metrics": show_metrics}
     return Guarded(Starlette(routes=[Route(path, answer) for path, answer in routes.items()]), access)

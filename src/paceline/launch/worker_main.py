@@ -75,6 +75,7 @@ def run_worker(variables: Mapping[str, str], script: Script) -> NoReturn:
     except BaseException as error:
         sys.stdout.flush()
         _report(error, world)
+        sys.last_value = error  # as Python does with what it shows: engines that close at exit see how the script ended
         sys.exit(1)
     _let_threads_finish(heartbeat)
     del names

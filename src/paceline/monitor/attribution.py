@@ -264,7 +264,8 @@ def _told(joined: Joined, worker: int, part: Part, late: Floats, begin: int) -> 
     total = float(np.median(joined.seconds[:, begin:], axis=0).sum())
     since = joined.steps[begin:]
     late_s = float(np.median(late[begin:]))
-    return Straggler(joined.workers[worker], part, late_s, cost / total, cost, int(since[0]), int(since[-1]))
+    share = cost / total if total else 0.0  # of records that are damaged: no step takes no time
+    return Straggler(joined.workers[worker], part, late_s, share, cost, int(since[0]), int(since[-1]))
 
 
 def _behind(times: Floats) -> Floats:

@@ -30,6 +30,11 @@ from paceline.monitor.events import DTYPE, FOLDER, FORMAT, LONGEST_HEADER, RECOR
 _NAME = re.compile(r"worker-(\d+)\.(\d+)")
 _RECORD = np.dtype(DTYPE)
 assert _RECORD.itemsize == RECORD_BYTES
+MOST_S = 1e10
+"""No clock shows more, and no step lasts longer: 300 years."""
+MOST_BYTES = 2.0**60
+MOST_STEPS = 2**53
+"""The whole numbers that JSON's readers, and floats, have."""
 HOSTS_APART_S = 600.0
 """At most, by their calendars: further apart are two runs in one folder, which both have a step 1."""
 
@@ -154,18 +159,47 @@ def read_file(path: Path, recent: int | None = None) -> WorkerFile:
         raise ValueError(
             f"it has version {version!r} of the format, and this paceline reads up to {VERSION}; update it"
         )
-    if type(header.get("worker")) is not int or not all(type(header.get(key)) is float for key in ("clock", "time")):
+    clocks = [header.get(key) for key in ("clock", "time")]
+    known = all(type(clock) is float and 0 <= clock < MOST_S for clock in clocks)
+    if type(header.get("worker")) is not int or not known:
         raise ValueError("its header lacks the worker or its clock")
     whole = len(data) - len(data) % RECORD_BYTES
     records = np.frombuffer(data[:whole], dtype=_RECORD)
+    records = records[_between(records["began"], MOST_S) & (records["step"] < MOST_STEPS)]
     steps = records[records["kind"] == Kind.STEP]
-    sane = np.isfinite(steps["began"]) & np.isfinite(steps["parts"]).all(axis=1) & (steps["parts"] >= 0).all(axis=1)
+    steps = _in_order(steps[_sane(steps)])
     notes = [
         (float(one["began"]), int(one["step"]), one_line(text_of(one.tobytes())), bool(one["kind"] == Kind.JOB))
         for one in records[np.isin(records["kind"], (Kind.NOTE, Kind.JOB))]
     ]
     ended = bool((records["kind"] == Kind.END).any())
-    return WorkerFile(path, header, steps[sane], notes, ended, len(data) - whole)
+    return WorkerFile(path, header, steps, notes, ended, len(data) - whole)
+
+
+def _sane(steps: Records) -> npt.NDArray[np.bool_]:
+    """Those that a worker can have written: one flipped bit, or a disk's garbage, makes whatever is added up from them
+    infinite, or no number at all."""
+    found = _between(steps["parts"], MOST_S).all(axis=1)
+    for name in ("arrived", "voted", "hidden_s", "peer_s"):
+        found &= _between(steps[name], MOST_S)
+    for name in ("memory", "device_memory"):
+        found &= _between(steps[name], MOST_BYTES)
+    return np.asarray(found)
+
+
+def _between(values: npt.NDArray[Any], most: float) -> npt.NDArray[np.bool_]:
+    """Not for NaN."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray((values >= 0) & (values < most))
+
+
+def _in_order(steps: Records) -> Records:
+    """Ascending: where a script went back to a checkpoint, what it had done beyond that no longer counts."""
+    if len(steps) < 2:
+        return steps
+    least_after = np.minimum.accumulate(steps["step"][::-1])[::-1][1:]
+    in_order: Records = steps[np.append(steps["step"][:-1] <= least_after, True)]
+    return in_order
 
 
 def _notes_of(files: Sequence[WorkerFile]) -> list[Note]:
@@ -183,7 +217,7 @@ def _supersede(workers: dict[int, Records], file: WorkerFile) -> None:
     """A job begins again at some step: what workers did beyond it before that moment no longer counts."""
     if file.header.get("joins") or file.path.suffix == ".0":  # the first file of slot 0 is the first run's
         return
-    first = int(file.header.get("step", 0))
+    first = one if type(one := file.header.get("step")) is int else 0
     for worker, steps in workers.items():
         early = steps[: int(np.searchsorted(steps["began"], file.began, side="right"))]
         # A step that goes on when the file is made is one of the same job, whose other workers were quicker to begin.

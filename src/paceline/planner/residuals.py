@@ -10,6 +10,7 @@ A prediction without a plan is what formulas say alone: bytes that a step sends.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import input_file
 from paceline.errors import ConfigError
+from paceline.world import messages
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+SETTING = ("strategy", "precision", "accumulate", "micro_batch", "activation_checkpointing")
+"""Of a row of a plan, besides the workers and lanes of all rows."""
 FILE_NAME = "residuals.json"
 PLAN = "plan.json"
 QUANTITIES = {
@@ -55,28 +59,39 @@ def setting_of(about: Mapping[str, Any]) -> str:
 def write_residuals(
     folder: Path, about: Mapping[str, Any], measured: Mapping[str, float], formula: Mapping[str, float]
 ) -> None:
-    """`about`: strategy, workers, precision, accumulate; `formula`: what is predicted without a plan."""
-    predicted = dict(formula) | of_plan(folder / PLAN, about)
+    """`about`: workers, lanes and SETTING; `formula`: what is predicted without a plan, or with one that is damaged."""
+    predicted = dict(formula)
+    try:
+        predicted |= of_plan(folder / PLAN, about)
+    except ConfigError as error:
+        messages.logger("engine").warning(f"paceline: {error}; what the run measured is stored without a prediction")
     told = {"kind": "paceline residuals", "about": dict(about), "predicted": predicted, "measured": dict(measured)}
-    (folder / FILE_NAME).write_text(json.dumps(told, indent=2) + "\n")
+    partial = folder / f"{FILE_NAME}.partial"  # half a file of one run would hide those of all others
+    partial.write_text(json.dumps(told, indent=2) + "\n")
+    os.replace(partial, folder / FILE_NAME)
 
 
 def of_plan(path: Path, about: Mapping[str, Any]) -> dict[str, float]:
-    """Of the row of a plan that is how the run was set, as far as `about` tells; nothing where there is none."""
+    """Of the row of a plan that is how the run was set. Nothing where no row is, or several are, or `about` does not
+    tell all of it: the numbers of another setting would say nothing about this one."""
     if not path.exists():
+        return {}
+    if about.get("unplanned") or any(about.get(name) is None for name in ("workers", "lanes", *SETTING)):
         return {}
     try:
         plan = input_file.read_json(path)
-        rows = [*plan["fitting"], *plan["too_large"]] if plan["workers"] == about["workers"] else []
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path} is no plan ({error}); make it with paceline plan --json {path}") from error
-    wanted = {name: about[name] for name in ("strategy", "precision", "accumulate") if name in about}
-    found = next((row for row in rows if wanted.items() <= row.items()), None)
-    if found is None:
-        return {}
-    memory = found["memory"]
-    told = {"model_state": memory["model_state"], "peak": memory["peak"], "step_s": found["step_s"]}
-    return told | ({"sent_bytes": max(found["sent_bytes"])} if found["sent_is_counted"] else {})
+        rows = [*plan["fitting"], *plan["too_large"]]
+        if (plan["workers"], plan["lanes"]) != (about["workers"], about["lanes"]):
+            return {}
+        found = [row for row in rows if all(row[name] == about[name] for name in SETTING)]
+        if len(found) != 1:
+            return {}
+        row, memory = found[0], found[0]["memory"]
+        told = {"model_state": memory["model_state"], "peak": memory["peak"], "step_s": row["step_s"]}
+        return told | ({"sent_bytes": max(row["sent_bytes"])} if row["sent_is_counted"] else {})
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = input_file.cause_of(error)
+        raise ConfigError(f"{path} is no plan ({why}); make it with paceline plan --json {path}") from error
 
 
 def read_residuals(folder: Path) -> list[Residual]:

@@ -91,7 +91,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
             try:
                 for name in line.pop("nonfinite", []):
                     line[name] = float(line[name])
-            except (TypeError, ValueError, KeyError):  # damaged
+            except (TypeError, ValueError, KeyError, OverflowError):  # damaged
                 continue
             counting.append(line)
     return counting
@@ -158,8 +158,13 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 line = parse_json(text)
             except ValueError:
                 continue
-            if isinstance(line, dict) and ("event" in line or type(line.get("step")) is int):
+            if isinstance(line, dict) and ("event" in line or _is_step(line.get("step"))):
                 yield line
+
+
+def _is_step(value: Any) -> bool:
+    """A whole number that floats have as well, which curves are made of."""
+    return type(value) is int and abs(value) < 2**53
 
 
 def _appending(path: Path) -> TextIO:

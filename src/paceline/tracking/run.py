@@ -7,6 +7,7 @@ main one starts them anew, with what the lost one had not written yet (`WrittenB
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,15 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import ConfigError, LoopError
+from paceline.input_file import cause_of
 from paceline.tracking import choose
 from paceline.tracking.json_lines import WrittenByAnother
 from paceline.tracking.reporter import RunInfo
+from paceline.world import messages
+
+MOST_KEPT = 4096
+"""Lines that a worker remembers of its own, the last ones, however long it logs. Who takes over looks for what the lost
+one had not written yet, which is of the last steps; and this many tell how long a step takes."""
 
 AtEnd = Callable[[Path, Sequence[tuple[int, float]]], None]  # of the run's folder, and (step, second) of each line
 
@@ -39,7 +46,7 @@ class RunReports:
         self.is_reporting = is_main()
         self._reporters = choose(report_to, main=self.is_reporting)
         self._written: WrittenByAnother | None = None  # where this worker has taken over
-        self._at_end, self._times = at_end, list[tuple[int, float]]()
+        self._at_end, self._times = at_end, deque[tuple[int, float]](maxlen=MOST_KEPT)
         self._reporters.start(run)
 
     @property
@@ -47,7 +54,7 @@ class RunReports:
         return self._reporters.names
 
     def log(self, step: int, values: Mapping[str, float], history: Iterable[Mapping[str, Any]]) -> None:
-        """`history`: all that this worker has logged, this line included."""
+        """`history`: what this worker has logged, at least its last lines, this one included."""
         self._times.append((step, time.monotonic()))
         if self.take_over(history) or (self._written is not None and self._written.has(step, values)):
             return
@@ -69,7 +76,13 @@ class RunReports:
 
     def close(self, *, ok: bool) -> None:
         if ok and self.is_reporting and self._at_end is not None:
-            self._at_end(self._run.folder, self._times)
+            try:
+                self._at_end(self._run.folder, self._times)
+            except Exception as error:  # the disk is full, or whatever: the training is done, and others wait for us
+                messages.logger("engine").warning(
+                    f"paceline: {self._run.folder}: what the run measured can't be stored ({cause_of(error)}); its "
+                    "other reports are whole"
+                )
         self._reporters.close(ok=ok)
 
 
@@ -80,7 +93,7 @@ class MetricsLog:
         engine.init_trackers("mnist", config={"lr": 1e-3})        runs/mnist: metrics.jsonl, and what log_with names
         engine.log({"loss": engine.means["loss"]})                every worker calls it, the main one writes
 
-    In an elastic job the next main worker goes on where a lost one stopped, so all of them keep what they logged.
+    In an elastic job the next main worker goes on where a lost one stopped, so all of them keep what they logged last.
     """
 
     def __init__(
@@ -98,7 +111,7 @@ class MetricsLog:
         choose(self._log_with, main=False, argument="log_with")  # an error now, not after the data are loaded
         self._is_main, self._world, self._say = is_main, world, say
         self._reports: RunReports | None = None
-        self._history: list[Mapping[str, Any]] = []
+        self._history = deque[Mapping[str, Any]](maxlen=MOST_KEPT)
 
     def start(self, name: str, config: Mapping[str, Any], step: int) -> None:
         """`step`: that the job has reached; lines of later ones in the folder no longer count."""
@@ -118,9 +131,10 @@ class MetricsLog:
         self._history.append({"step": step, **numbers})
         self._reports.log(step, numbers, self._history)
 
-    def close(self) -> None:
+    def close(self, *, ok: bool) -> None:
+        """Not ok: the script's loop was ended by an error."""
         if self._reports is not None:
-            self._reports.close(ok=True)
+            self._reports.close(ok=ok)
             self._reports = None
 
 

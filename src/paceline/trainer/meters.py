@@ -91,6 +91,8 @@ class Meters:
             "step_time_s": stretch.seconds / stretch.steps,
             "data_wait_s": stretch.waited_s / stretch.steps,
         }
+        if self.workers > 1:
+            values["exposed_communication_s"] = stretch.exposed_s / stretch.steps
         if stretch.tokens:
             values["tokens_per_second"] = stretch.tokens / stretch.seconds
         mfu = self.mfu(stretch)
