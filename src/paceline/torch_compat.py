@@ -335,3 +335,16 @@ OPTIMIZER_HOOKS = (
 STEP_WAS_CALLED = "_opt_called"  # an attribute that schedulers look for, to see that optimizer.step() came before them
 WRAPPED_BY_SCHEDULER = "_wrapped_by_lr_sched"  # an attribute of a step() that a scheduler has wrapped, for its check
 SCALES_BY_ITSELF = "_step_supports_amp_scaling"  # an attribute that torch's GradScaler asks an optimizer for
+
+
+def saved_other(node: Any) -> Tensor | None:
+    """What a node of a graph has multiplied or divided by; None where torch doesn't tell, or has let go of it.
+
+    Only a warning reads it. With a hook it would be computed again (activation checkpointing), so it is left alone.
+    """
+    try:
+        saved = node._raw_saved_other
+        other = None if saved.unpack_hook is not None else saved.data
+    except (AttributeError, RuntimeError):  # another torch, or a graph that was used already
+        return None
+    return other if isinstance(other, Tensor) else None

@@ -308,6 +308,15 @@ def test_a_model_that_torch_sums_gradients_of_is_refused() -> None:
     )
 
 
+def test_a_model_that_torch_spreads_over_the_gpus_of_one_process_is_refused() -> None:
+    """On a host with several each worker would; where there is none it changes nothing but the weights' names."""
+    model = nn.DataParallel(net())
+    with Engine() as engine:
+        told = r"^engine.prepare\(\) got a model in a DataParallel of torch: each worker would run it on all GPUs;"
+        with pytest.raises(ConfigError, match=told):
+            engine.prepare(model, adam(model), DataLoader(vectors(), batch_size=4))
+
+
 # -- weights inside a step ---------------------------------------------------------------------------------------------
 
 
@@ -729,6 +738,48 @@ def test_a_loop_that_ends_by_a_count_of_items_is_told(
     counts: Callable[[Any], Iterator[Any]], lanes: int, asks: bool, told: bool, caplog: Any
 ) -> None:
     assert told_of_items(counts, lanes, caplog, asks=asks) == told
+
+
+@pytest.mark.parametrize("what", ["left early", "accumulates"])
+def test_clipping_as_accelerate_has_it_is_no_look_at_steps(what: str, caplog: Any) -> None:
+    """`clip_grad_norm_(parameters, max_norm)` asks for the step's last item by itself."""
+    with caplog.at_level("WARNING"), Engine(world=World(), lanes=4, threads=1) as engine:
+        logging.getLogger("paceline").addHandler(caplog.handler)
+        model = net()
+        model, optimizer, loader = engine.prepare(model, adam(model), DataLoader(vectors(), batch_size=4))
+        told = r"step\(\) was not called after every engine.backward\(\) of step 1\."
+        with pytest.warns(UserWarning, match=told) if what == "accumulates" else nullcontext():
+            for number, (x, y) in enumerate(loader):
+                engine.backward(F.mse_loss(model(x), y))
+                engine.clip_grad_norm_(model.parameters(), 1.0)
+                if number % 2 or what != "accumulates":
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if number == 3 and what == "left early":
+                    break
+        engine.weights_hash()
+    logging.getLogger("paceline").removeHandler(caplog.handler)
+    said = any("the training loop was left early" in record.message for record in caplog.records)
+    assert said == (what == "left early")
+
+
+def test_a_loop_that_counts_where_sync_gradients_is_true_counts_steps(caplog: Any) -> None:
+    """As most scripts for Accelerate end: a line about counting items would be a false one."""
+    with caplog.at_level("WARNING"), Engine(world=World(), lanes=4, threads=1) as engine:
+        logging.getLogger("paceline").addHandler(caplog.handler)
+        model = net()
+        model, optimizer, loader = engine.prepare(model, adam(model), DataLoader(vectors(), batch_size=4))
+        steps = 0
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += engine.sync_gradients
+            if steps >= 1:
+                break
+        engine.weights_hash()
+    logging.getLogger("paceline").removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if "left early" in record.message]
 
 
 def test_a_whole_epoch_and_an_exception_are_no_count_of_items(caplog: Any) -> None:

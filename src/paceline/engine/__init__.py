@@ -28,6 +28,7 @@ what is refused, or told in a warning
   rules                      what people write in the loop's body
   forward_state              what forward keeps beside parameters and buffers
   body_generators            random generators that the body draws from
+  loss_factor                a loss that is scaled by hand by what backward counts by itself
   outside_modules            modules of the script beside the prepared ones
 between steps
   boundary                   values of all workers, gathered and combined

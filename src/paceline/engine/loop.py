@@ -94,6 +94,12 @@ class PreparedLoader:
         return self.source.position
 
     @property
+    def shadow(self) -> bool:
+        """Whether the batch is a copy for a worker without samples in a short last step: sums by hand leave it out."""
+        item = self._step.now.item
+        return item is not None and item.shadow
+
+    @property
     def sampler(self) -> PreparedLoader:
         """Scripts for DDP write `loader.sampler.set_epoch(epoch)`."""
         return self

@@ -317,6 +317,27 @@ def multiple_of_length(scheduler: Any, length: int, steps: int, accumulate: int)
     return None
 
 
+def check_gradients_empty(
+    parameters: Sequence[Parameter], name_of: Callable[[Parameter], str], item: WorkItem, step: int
+) -> None:
+    """Before the first backward of an item: what `.grad` has is of torch's own, and is not divided as ours is.
+
+    Zeros are no harm, as of `zero_grad(set_to_none=False)` after a backward that was only looked at; they are dropped,
+    since a parameter that no loss has used gets no update.
+    """
+    for parameter in [p for p in parameters if p.grad is not None]:
+        gradient = parameter.grad
+        assert gradient is not None
+        if (gradient.to_dense() if gradient.is_sparse else gradient).any():
+            raise LoopError(
+                f"{name_of(parameter)!r} has a .grad before engine.backward() in step {step + 1}, lane {item.lane}, as "
+                "after loss.backward(): it would be mixed in at another scale than the mean over the step. Write "
+                "engine.backward(loss, last=False) for all losses of an item but the last, or engine.backward() once "
+                "for their sum; after a backward whose gradients are only looked at, call optimizer.zero_grad()"
+            )
+        parameter.grad = None
+
+
 def gradient_versions(parameters: Sequence[Parameter]) -> list[tuple[Parameter, int]]:
     return [(p, version_of(p.grad)) for p in parameters if p.grad is not None]
 

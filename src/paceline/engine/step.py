@@ -47,6 +47,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.forward_state import ForwardState
 from paceline.engine.group import Group
 from paceline.engine.lane_buffers import LaneBuffers
+from paceline.engine.loss_factor import FactorOfLoss
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import (
@@ -355,6 +356,7 @@ class TrainStep:
         self._places = rules.ParameterPlaces(models, optimizers, strategies.name_of)
         self._weights = rules.WeightsInStep(copies)
         self._beside = rules.SchedulersBeside(optimizers, schedulers)
+        self._factor: FactorOfLoss | None = FactorOfLoss(config.accumulate, config.lanes)
         self._forward_state = ForwardState(models) if config.lanes > 1 and config.compile is None else None
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self.now = StepState()
@@ -512,6 +514,10 @@ class TrainStep:
         if now.phase is Phase.LOST:
             return
         item, weight = rules.check_backward(self._item_of_body(), loss, weight, now.of_item, self.step)
+        if self._factor is not None:
+            one_loss = last and now.of_item.before is None and not self.in_updates
+            if not (one_loss and self._factor.look(loss, item, self._group.among.size)):
+                self._factor = None
         if item.shadow:  # nothing comes of it
             weight = float(item.samples)
         else:
@@ -531,6 +537,8 @@ class TrainStep:
     def _run_backward(self, item: WorkItem, loss: Tensor, weight: float, *, last: bool) -> None:
         now, of_item, active, scale = self.now, self.now.of_item, self.strategy(), self._scale
         if not item.shadow:
+            if of_item.before is None and not self._is_as_in_torch(item, weight):
+                rules.check_gradients_empty(active.parameters, self.strategies.name_of, item, self.step)
             report = now.report(item.lane)
             of_item.add(report, item, weight, last=last)
             now.losses.append((of_item, report, HostReading(loss)))
@@ -554,6 +562,11 @@ class TrainStep:
             of_item.ran_last, of_item.before = True, None
             active.finish_backward(place)
             self._drop_gradients_of_others(active)
+
+    def _is_as_in_torch(self, item: WorkItem, weight: float) -> bool:
+        """The item is all of the step, and its gradient is not scaled: one of torch's own adds up with it."""
+        whole = item.first_of_step and item.last_of_step and weight == item.step_samples
+        return whole and self._scale == 1.0 and self._group.among.size == 1
 
     def _look_at_forward(self, state: ForwardState) -> None:
         """What it has kept, in this worker's first items."""

@@ -86,7 +86,8 @@ class GradientBuckets:
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
         """Put the lane's gradients so far back into `.grad`; with `last`, buckets may leave as they fill."""
-        if not self._armed:
+        is_first = not self._armed
+        if is_first:
             self._before = list(self.used), [None if held is None else version_of(held) for held in self._held]
         self._armed, self.first_left = True, 0.0
         self._place = place
@@ -96,7 +97,8 @@ class GradientBuckets:
         self._missing = [len(sums.bucket.entries) for sums in self.sums]
         if any(held is not None for held in self._held):
             for index, parameter in enumerate(self.parameters):
-                if parameter.dtype == self._specs[index].sum_dtype:
+                # After another backward of the item `.grad` has that one's gradient too, or all there is of it.
+                if parameter.dtype == self._specs[index].sum_dtype and (is_first or parameter.grad is None):
                     parameter.grad = self._held[index]
 
     def finish_backward(self, place: ItemPlace) -> None:
@@ -116,6 +118,8 @@ class GradientBuckets:
         """The loop left this item without a backward, or with half of one; a lane with no other item adds +0.0."""
         if self._armed:
             self._drop_half(place)
+        else:
+            self._drop_gradients()  # a backward of the user's own in the item that is left
         self._start_leaving()
         if not place.shadow and place.last_of_lane:
             nothing = all(held is None for held in self._held)

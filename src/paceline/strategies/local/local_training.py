@@ -97,10 +97,11 @@ class LaneGradients:
         return [*done, *(tensor for tensor, _ in self._held.values())]
 
     def start_backward(self) -> None:
-        self._armed = True
-        for parameter in self._parameters:
-            held = self._held.get(parameter)
-            parameter.grad = None if held is None else held[0]
+        """Put the lane's gradients so far back, unless an earlier loss of the item has added to them already."""
+        is_first, self._armed = not self._armed, True
+        for parameter, (gradient, _) in self._held.items():
+            if is_first or parameter.grad is None:
+                parameter.grad = gradient
 
     def finish(self, place: ItemPlace) -> None:
         """The item's last backward is done."""
