@@ -42,4 +42,6 @@ def test_classes_and_methods_that_are_named_are_there() -> None:
     code = "\n".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py"))
     for name, member in NAMES:
         assert re.search(rf"\b(class {name}\b|{name}(: [^=\n]*)? = )", code), name
-        assert not member or re.search(rf"def {member}\(|self\.{member}\b|^    {member}: ", code, re.MULTILINE), f"{name}.{member}"
+        assert not member or re.search(rf"def {member}\(|self\.{member}\b|^    {member}: ", code, re.MULTILINE), (
+            f"{name}.{member}"
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -84,6 +86,110 @@ def test_a_name_that_is_not_known_answers_with_what_to_write(name: str, told: st
             getattr(engine, name)
     assert isinstance(error.value, AttributeError)
     assert len(str(error.value).splitlines()) == 1
+
+
+THEIRS = {"init_trackers": ("project_name", "config", "init_kwargs"), "log": ("values", "step", "log_kwargs")}
+"""Whose signatures a decorator hides."""
+
+
+def calls_of_accelerate(model: nn.Module, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each method that takes arguments by name, with all of them: what they have to have, and their defaults."""
+    accelerate = pytest.importorskip("accelerate")
+    given: dict[str, Any] = {
+        "config": {}, "f": folder / "f", "function": print, "input_data": torch.ones(2), "input_dir": folder / "state",
+        "inputs": [1, 2], "init_kwargs": {}, "log_kwargs": {}, "loss": model.weight.sum(), "max_norm": 1.0,
+        "model": model, "obj": {"a": 1}, "output_dir": folder / "state", "parameters": list(model.parameters()),
+        "project_name": "run", "save_directory": folder / "model", "step": None, "tensor": torch.ones(2, 2),
+        "values": {"loss": 1.0},
+    }  # fmt: skip
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    order = ["save_state"]  # there has to be a state to load
+    for name in sorted(dir(accelerate.Accelerator), key=lambda name: (name not in order, name)):
+        method = inspect.getattr_static(accelerate.Accelerator, name)
+        if name.startswith("_") or isinstance(method, property | staticmethod) or not callable(method):
+            continue
+        taken = {key: p.default for key, p in inspect.signature(method).parameters.items() if p.kind in kinds}
+        taken = dict.fromkeys(THEIRS[name]) if name in THEIRS else {k: v for k, v in taken.items() if k != "self"}
+        yield name, {key: given.get(key, default) for key, default in taken.items()}
+
+
+def test_every_method_of_accelerate_takes_its_arguments_by_name_or_says_what_to_write(tmp_path: Path) -> None:
+    done = []
+    with Engine(device="cpu", project_dir=tmp_path) as engine:
+        model, optimizer, loader = prepared(engine, samples=8)
+        for name, arguments in calls_of_accelerate(model, tmp_path):
+            if name in ("backward", "clip_grad_norm_", "end_training"):  # inside a step, and at the end
+                inspect.signature(getattr(engine, name)).bind(**arguments)
+                continue
+            if hasattr(engine, name):  # what is not is told below
+                getattr(engine, name)(**arguments)
+                done.append(name)
+        for x, y in loader:
+            engine.backward(loss=F.mse_loss(model(x), y))
+            engine.clip_grad_norm_(parameters=model.parameters(), max_norm=1.0, norm_type=2)
+            optimizer.step()
+        assert engine.unwrap_model(torch.compile(model, backend="eager"), keep_torch_compile=False) is model
+    assert {"load_state", "log", "reduce", "save_model"} <= set(done)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "told"),
+    [
+        (
+            "save_state",
+            {"output_dir": "a", "safe_serialization": False},
+            "safe_serialization=False. is not known; leave",
+        ),
+        ("save_state", {"output_dir": "a", "exclude_frozen_parameters": True}, "is not known; docs/concepts/loop.md"),
+        ("save_state", {"folder": "a", "output_dir": "b"}, "is Accelerate's name for folder, which is given too"),
+        (
+            "save_state",
+            {},
+            r"folder is missing; write engine.save_state\(folder\)",
+        ),
+        ("load_state", {"input_dir": "a", "load_kwargs": {"weights_only": True}}, "what was saved is read whole"),
+        (
+            "init_trackers",
+            {"project_name": "a", "init_kwargs": {"wandb": {"name": "b"}}},
+            "the tracker's own variables",
+        ),
+        ("log", {"values": {}, "log_kwargs": {"wandb": {}}}, "each tracker gets the numbers and their step"),
+        ("save_model", {"model": None, "save_directory": "a", "max_shard_size": "1GB"}, "max_shard_size='1GB'"),
+        ("gather_for_metrics", {"input_data": ["a"], "use_gather_object": True}, "torch.distributed.all_gather_object"),
+        (
+            "reduce",
+            {"tensor": torch.ones(1), "scale": 0.5},
+            r"reduce\(scale=0.5\) is not known; multiply what it returns",
+        ),
+        (
+            "save",
+            {"obj": {}, "f": "a", "safe_serialization": True},
+            r"write safetensors.torch.save_file\(tensors, file",
+        ),
+        ("save", {"obj": {}}, r"file is missing; write engine.save\(thing, file\)"),
+        ("prepare", {"device_placement": [True]}, "leave it out: batches and models go to engine.device"),
+        ("profile", {"profile_handler": object()}, r"write engine.profile\(wait=…"),
+        ("autocast", {"autocast_handler": object()}, r"write torch.autocast\(…\)"),
+    ],
+)
+def test_arguments_of_accelerates_methods_that_change_something_are_refused_in_one_line(
+    method: str, given: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Engine() as engine, pytest.raises(ConfigError, match=told) as error:
+        getattr(engine, method)(**given)
+    assert len(str(error.value).splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_name_of_accelerate_is_there_or_says_what_to_write() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    with Engine() as engine:
+        for name in dir(accelerate.Accelerator):
+            if not name.startswith("_") and not hasattr(engine, name):
+                with pytest.raises(UnknownNameError) as error:
+                    getattr(engine, name)
+                assert "lists what there is" not in str(error.value)
 
 
 def test_an_attribute_error_inside_a_property_is_not_taken_for_an_unknown_name() -> None:
@@ -204,6 +310,18 @@ def test_a_loader_that_was_prepared_without_the_optimizer_does_not_train() -> No
 def test_what_is_no_number_can_not_be_gathered() -> None:
     with Engine() as engine, pytest.raises(LoopError, match=r"tensors and numbers, .* not a str; gather the numbers"):
         engine.gather_for_metrics({"texts": ["one", "two"]})
+
+
+def test_a_named_tuple_is_gathered_by_its_fields() -> None:
+    class Scores(NamedTuple):
+        right: Any
+        loss: Any
+
+    with Engine() as engine:
+        for gather in (engine.gather, engine.gather_for_metrics):
+            found = gather({"a": Scores(torch.tensor([1, 0]), 0.5)})["a"]
+            assert isinstance(found, Scores)
+            assert (found.right.tolist(), found.loss.tolist()) == ([1, 0], [0.5])
 
 
 # -- between steps -----------------------------------------------------------------------------------------------------

@@ -103,6 +103,49 @@ def test_packed_sequences_keep_their_mask(masks: list[bool]) -> None:
     hooks.close()
 
 
+def t5() -> nn.Module:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0, **sizes))
+
+
+@pytest.mark.parametrize("make", [llama, bert, t5])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_is_called_after_a_prepared_one_keeps_its_padding(
+    make: Callable[[], nn.Module], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a teacher, a reward model: not prepared. One with an encoder and a decoder gets no hooks, were it prepared."""
+    torch.manual_seed(0)
+    model, other, ids = llama().eval(), make().eval(), torch.randint(0, 40, (2, 12))
+    padded = {"input_ids": ids, "attention_mask": PADDED} | ({"decoder_input_ids": ids} if make is t5 else {})
+    expected = other(**padded).logits
+    hooks = CausalMasks([model, other] if make is t5 else [model])
+    if fails:
+        monkeypatch.setattr(model.lm_head, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids=ids)
+    else:
+        model(input_ids=ids)
+    assert torch.equal(other(**padded).logits, expected)
+    hooks.close()
+
+
+def test_a_mask_by_any_name_is_heeded(masks: list[bool]) -> None:
+    class Patches(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
+        def forward(self, input_ids: Tensor, attention_mask: Any = None, pixel_attention_mask: Any = None) -> Any:
+            both = attention_mask if pixel_attention_mask is None else pixel_attention_mask
+            return super().forward(input_ids=input_ids, attention_mask=both)
+
+    torch.manual_seed(0)
+    model = Patches(transformers.LlamaConfig(num_key_value_heads=1, **SMALL)).eval()
+    ids = torch.randint(0, 40, (2, 12))
+    expected = model(ids, pixel_attention_mask=PADDED).logits
+    hooks = CausalMasks([model])
+    masks.clear()
+    assert torch.equal(model(ids, pixel_attention_mask=PADDED).logits, expected)
+    assert set(masks) == {True}
+    hooks.close()
+
+
 def test_a_model_of_ones_own_is_left_alone() -> None:
     model = nn.Linear(2, 2)
     CausalMasks([model]).close()

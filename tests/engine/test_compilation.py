@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Compile, Engine, World
+from paceline.engine.compilation import compile_of
 from paceline.errors import ConfigError
 from tests.workers import hashes, run_workers
 
@@ -148,6 +150,18 @@ def test_too_many_shapes_end_the_training() -> None:
 def test_what_can_t_be_compiled_so_is_refused(compile: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Engine(world=World(), compile=compile() if callable(compile) else compile)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "refused"), [("inductor", "cuda", True), ("inductor", "cpu", False), ("eager", "cuda", False)]
+)
+def test_inductor_on_a_gpu_needs_triton(
+    backend: str, device: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.engine.compilation.find_spec", lambda name: None)
+    told = pytest.raises(ConfigError, match=r"needs triton on a GPU.*pip install triton") if refused else nullcontext()
+    with told:
+        compile_of(Compile(backend=backend), "exact", torch.device(device))
 
 
 def test_a_model_that_is_compiled_already_is_refused() -> None:

@@ -80,6 +80,51 @@ def test_the_default_group_has_all_workers(workers: int, backend: str) -> None:
         }
 
 
+def use_tools_of_torch(world: World, *, backend: str, folder: str) -> dict[str, Any]:
+    import torch.distributed._functional_collectives as functional
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    found: dict[str, Any] = {}
+    with paceline.Engine(world=world, backend=backend):
+        state: dict[str, Any] = {"weights": torch.arange(4.0), "step": 3}
+        dcp.async_save(state, checkpoint_id=folder).result()
+        read: dict[str, Any] = {"weights": torch.zeros(4), "step": 0}
+        dcp.load(read, checkpoint_id=folder)
+        found["checkpoint"] = (read["weights"].tolist(), read["step"])
+        rows = distribute_tensor(torch.arange(8.0).view(4, 2), init_device_mesh("cpu", (world.size,)), [Shard(0)])
+        found["dtensor"] = (rows @ rows.T).full_tensor().sum().item()
+        group, mine = dist.group.WORLD, torch.full((2,), world.rank + 1.0)
+        found["functional"] = [
+            functional.all_reduce(mine, "sum", group).tolist(),
+            functional.all_gather_single(mine, 0, group).tolist(),
+            functional.reduce_scatter_single(mine, "sum", 0, group).tolist(),
+            functional.all_to_all_single(mine, None, None, group).tolist(),
+        ]
+        out = torch.empty(2 * world.size)
+        dist.all_gather_into_tensor(out, mine)
+        part = torch.empty(1)
+        dist.reduce_scatter_tensor(part, mine)
+        found["into"] = [out.tolist(), part.tolist()]
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
+    return found
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
+def test_what_torch_builds_on_its_default_group_works_on_the_jobs(backend: str, tmp_path: Path) -> None:
+    expected = {
+        "checkpoint": ([0.0, 1.0, 2.0, 3.0], 3),
+        "dtensor": 400.0,
+        "functional": [[3.0, 3.0], [1.0, 1.0, 2.0, 2.0], [3.0], [1.0, 2.0]],
+        "into": [[1.0, 1.0, 2.0, 2.0], [3.0]],
+    }
+    found = values(run_workers(use_tools_of_torch, 2, backend=backend, folder=str(tmp_path)))
+    assert found == [expected] * 2
+
+
 def keep_own_group(world: World, *, port: int) -> list[Any]:
     store = dist.TCPStore("127.0.0.1", port, world.size, world.is_main, timedelta(seconds=20))
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)

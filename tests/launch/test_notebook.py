@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError, LaunchError
-from paceline.launch.notebook import _flags
+from paceline.launch.notebook import _ELSEWHERE, _flags
 
 
 def a_cell(folder: Path, *, fails: bool) -> Any:
@@ -49,3 +51,45 @@ def test_options_are_flags() -> None:
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="not int"):
         paceline.notebook_launcher(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        ({}, "1"),
+        ({"num_processes": 4}, "4"),
+        ({"workers": 3}, "3"),
+        ({"num_processes": 2, "workers": 2}, "2"),
+    ],
+)
+def test_accelerates_name_for_workers_is_known(
+    given: dict[str, Any], count: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[Sequence[str]] = []
+    monkeypatch.setattr("paceline.launch.notebook._run", lambda command: commands.append(command) or 0)
+    paceline.notebook_launcher(print, **given)
+    if given.keys() == {"num_processes"}:
+        paceline.notebook_launcher(print, (), *given.values())  # by its place, as there
+    assert {command[command.index("--workers") + 1] for command in commands} == {count}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"num_processes": 2, "workers": 3}, "num_processes=2 and workers=3 differ; give one"),
+        ({"mixed_precision": "bf16"}, r"write Engine\(mixed_precision=…\) in the function"),
+        ({"use_port": "29500"}, "use_port=…. is not known; leave it out"),
+        ({"worker": 2}, r"did you mean workers=\?"),
+        ({"zzz": 2}, "it takes args, workers and options"),
+    ],
+)
+def test_arguments_that_can_not_work_are_refused_with_what_to_write(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as error:
+        paceline.notebook_launcher(print, **given)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_every_argument_of_accelerates_launcher_is_known_or_told_elsewhere() -> None:
+    launchers = pytest.importorskip("accelerate.launchers")
+    theirs = inspect.signature(launchers.notebook_launcher).parameters.keys()
+    assert theirs <= inspect.signature(paceline.notebook_launcher).parameters.keys() | _ELSEWHERE.keys()

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from paceline import Trainer, TrainingArguments
 from paceline.errors import ConfigError
+from paceline.trainer.losses import LossRule
 from tests.trainer.jobs import Classifier, Samples, Words, make_trainer, padded, texts, vectors
 
 
@@ -66,6 +67,53 @@ def test_a_model_without_a_loss_is_told_what_it_returned(tmp_path: Path) -> None
         ConfigError, match=r"Plain returned a tensor of shape \(8, 3\), in which there is no loss; it was"
     ):
         trainer.train()
+
+
+class Masked(nn.Module):
+    """It makes the loss from its inputs where it gets no labels."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+
+class OfTwo(nn.Module):
+    def forward(self, ids: Tensor, token_mask: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+IDS, MASK = torch.ones(2, 4, dtype=torch.long), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+LABELS = torch.tensor([[1, 2, -100, -100], [3, -100, -100, -100]])
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "options", "count"),
+    [
+        (Masked(), (IDS, MASK), {}, None),
+        (Masked(), (IDS, MASK, LABELS), {}, 3),
+        (OfTwo(), (IDS, MASK), {}, None),
+        (WithLoss(), (IDS, LABELS), {}, 3),
+        (WithLoss(), (IDS, MASK.bool()), {}, None),
+        (WithLoss(), {"x": IDS, "labels": MASK.bool()}, {}, None),
+        # These are the loss function's, or whatever a compute_loss of one's own does with them.
+        (OfTwo(), (IDS, LABELS), {"loss_function": F.cross_entropy}, 3),
+        (Masked(), (IDS, LABELS), {"calls_model": False}, 3),
+    ],
+)
+def test_what_the_model_takes_for_a_mask_does_not_count_as_labels(
+    model: nn.Module, batch: Any, options: dict[str, Any], count: int | None
+) -> None:
+    counted = LossRule(model, **options).counted(batch)
+    assert (None if counted is None else counted.number()) == count
+
+
+def test_batches_of_ids_and_a_mask_weigh_by_their_samples(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
+            raise NotImplementedError
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True)
+    assert Trainer(Masked(), arguments, train_dataset=vectors()).weight_of((IDS, MASK)) is None
+    assert Own(Masked(), arguments, train_dataset=vectors()).weight_of((IDS, LABELS)) == 3
 
 
 def test_label_smoothing_is_that_of_cross_entropy(tmp_path: Path) -> None:

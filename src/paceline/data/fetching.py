@@ -659,9 +659,13 @@ def to_device(batch: Any, device: torch.device, *, seen_through: bool = False) -
         moved = {key: to_device(value, device, seen_through=seen_through) for key, value in batch.items()}
         return moved if type(batch) is dict else _like(batch, moved)
     if isinstance(batch, list | tuple):
-        values = [to_device(value, device, seen_through=seen_through) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+        return sequence_like(batch, [to_device(value, device, seen_through=seen_through) for value in batch])
     return batch
+
+
+def sequence_like(given: list[Any] | tuple[Any, ...], values: Sequence[Any]) -> Any:
+    """The values as a list, a tuple or a named tuple, whichever was given."""
+    return type(given)(*values) if hasattr(given, "_fields") else type(given)(values)
 
 
 def _asked_to(batch: Any, device: torch.device) -> Any:

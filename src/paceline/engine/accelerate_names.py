@@ -30,6 +30,7 @@ from paceline.engine.evaluation import share_of
 from paceline.engine.group import Group
 from paceline.engine.prepare import BetweenSteps, PreparedObjects
 from paceline.errors import ConfigError, UnknownNameError
+from paceline.input_file import one_line
 from paceline.optim.precision import DTYPES
 from paceline.world.checked_values import path_of
 
@@ -97,11 +98,15 @@ class AccelerateNames:
     @property
     def sync_gradients(self) -> bool:
         """Whether the item that the loop has is this worker's last of the step, with which the optimizer acts."""
+        if (step := self._objects.step) is not None:
+            step.was_asked_for = step.asks_for_last = True
+        return self._ends_step
+
+    @property
+    def _ends_step(self) -> bool:
+        """Likewise, for our own calls: they don't tell whether the script counts steps."""
         step = self._objects.step
-        if step is None:
-            return True
-        step.was_asked_for = step.asks_for_last = True
-        return step.now.item is None or step.now.item.last_of_step
+        return step is None or step.now.item is None or step.now.item.last_of_step
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -114,8 +119,9 @@ class AccelerateNames:
         self._objects.training()
         yield
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self, **there: Any) -> AbstractContextManager[Any]:
         """For what is computed outside the prepared models, which do this by themselves: torch's autocast."""
+        taken("autocast", there)
         low = DTYPES[self.config.precision.parameters]
         return nullcontext() if low == torch.float32 else torch.autocast(self.device.type, low)
 
@@ -148,8 +154,11 @@ class AccelerateNames:
         """Decorates what the last worker does."""
         return wraps(function)(lambda *args, **named: function(*args, **named) if self.is_last_process else None)
 
-    def pad_across_processes(self, values: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(
+        self, values: Any = None, dim: int = 0, pad_index: int = 0, pad_first: bool = False, **there: Any
+    ) -> Any:
         """Tensors as long in dimension `dim` as the longest of all workers: before a `gather` of different lengths."""
+        [values] = taken("pad_across_processes", there, values=values)
         check_boundary(self._objects.step, "pad_across_processes")
         return self._between.padded(values, dim, pad_index, pad_first)
 
@@ -158,21 +167,25 @@ class AccelerateNames:
         """This worker's part of `inputs`, as for inference; with padding all parts are equally long."""
         yield share_of(inputs, self.process_index, self.num_processes, pad=apply_padding)
 
-    def unwrap_model(self, model: nn.Module, **_: bool) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """The model: `prepare` wraps nothing. Whole weights, whatever the strategy, are `get_state_dict(model)`."""
-        return model
+        inner: nn.Module = model if keep_torch_compile else getattr(model, "_orig_mod", model)
+        return inner
 
-    def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Whole weights and buffers of one model by name, on the host; all workers call it and get them."""
         check_boundary(self._objects.step, "get_state_dict")
         return self._between.full_state([model])
 
-    def save_model(self, model: nn.Module, save_directory: str | Path) -> None:
+    def save_model(self, model: nn.Module, save_directory: str | Path, **there: Any) -> None:
         """`save_directory/model.safetensors`, whole, whatever the strategy; all workers call it.
 
         Where they hold parts of the weights each writes some, a large model in shards with an index, and none holds all
         of it. Of a PeftModel its adapters are written instead, as its `save_pretrained` does.
         """
+        taken("save_model", there)
         check_boundary(self._objects.step, "save_model")
         folder = path_of("save_directory", save_directory)
         if not saves_adapters(model) and self._save_in_parts(model, folder):
@@ -194,8 +207,9 @@ class AccelerateNames:
         self._saver.save_model(folder, self._objects.models.index(model), beside)
         return True
 
-    def save(self, thing: Any, file: str | Path) -> None:
+    def save(self, thing: Any = None, file: Any = None, **there: Any) -> None:
         """`torch.save` by one worker."""
+        thing, file = taken("save", there, thing=thing, file=file)
         if self._group.is_main:
             torch.save(thing, path_of("file", file))
 
@@ -221,6 +235,12 @@ _EXCHANGED_ONCE = (
     "and optimizer.step() acts with the last of them"
 )
 _STOPS = "call engine.stop() before engine.backward(): the loop of all workers ends after the same step"
+
+_SHARED_SEQUENCES = "write Engine(mesh=paceline.Mesh(cp=…)): the loader hands out this worker's part of each sequence"
+_ON_THE_MESH = "write engine.device_mesh.get_local_rank('dp'), 'cp' or 'tp'"
+_STRATEGY = "ask engine.config.strategy"
+_FOLDER = "keep the folder that Engine(project_dir=…) is given: 'runs' by default"
+_LETS_GO = "call engine.close() and let go of the objects"
 
 _LAUNCHER_STARTS = "leave it out: `paceline run --workers N script.py` starts the workers, one for each device"
 
@@ -254,27 +274,89 @@ ARGUMENTS_ELSEWHERE: Mapping[str, str] = {
 }
 """Of Accelerate's, Fabric's and DeepSpeed's constructors; what means here the same as there is the Engine's too."""
 
+NAMES_HERE: Mapping[str, Mapping[str, str]] = {
+    "gather": {"tensor": "values"},
+    "gather_for_metrics": {"input_data": "values"},
+    "load_state": {"input_dir": "folder"},
+    "pad_across_processes": {"tensor": "values"},
+    "reduce": {"tensor": "values"},
+    "save": {"obj": "thing", "f": "file"},
+    "save_state": {"output_dir": "folder"},
+}
+"""Of arguments of the Engine's methods, by the names that they have in Accelerate."""
+
+_NO_PICKLE = "leave it out: what is written is safetensors, and no pickle"
+
+NOTHING_HERE: Mapping[tuple[str, str], tuple[tuple[Any, ...], str]] = {
+    ("autocast", "autocast_handler"): ((None,), "write torch.autocast(…) for other settings than the job's precision"),
+    ("gather_for_metrics", "use_gather_object"): (
+        (False,),
+        "gather numbers and tensors; what is neither torch.distributed.all_gather_object(list, thing) gathers",
+    ),
+    ("init_trackers", "init_kwargs"): (
+        (None, {}),
+        "write the tracker's own variables into the environment, such as WANDB_PROJECT",
+    ),
+    ("load_state", "load_kwargs"): ((None, {}), "leave it out: what was saved is read whole, or refused"),
+    ("log", "log_kwargs"): ((None, {}), "leave it out: each tracker gets the numbers and their step"),
+    ("prepare", "device_placement"): ((None,), ARGUMENTS_ELSEWHERE["device_placement"]),
+    ("profile", "profile_handler"): ((None,), "write engine.profile(wait=…, warmup=…, active=…)"),
+    ("reduce", "scale"): ((1, 1.0), "multiply what it returns"),
+    ("save", "safe_serialization"): ((False,), "write safetensors.torch.save_file(tensors, file) on the main process"),
+    ("save_model", "max_shard_size"): (("10GB",), "leave it out: a file of each worker that has a part, or one file"),
+    ("save_model", "safe_serialization"): ((True,), _NO_PICKLE),
+    ("save_state", "safe_serialization"): ((True,), _NO_PICKLE),
+}
+"""Arguments of Accelerate's methods that the Engine's have no use for: values that say what happens anyhow, and what to
+write in place of others."""
+
 NAMES_ELSEWHERE: Mapping[str, str] = {
     "check_trigger": _STOPS,
+    "clear": _LETS_GO,
     "clip_grad_value_": "use engine.clip_grad_norm_(parameters, max_norm): few strategies keep the gradient in .grad",
-    "free_memory": "call engine.close() and let go of the objects",
+    "context_parallel_rank": _ON_THE_MESH,
+    "data_parallel_rank": _ON_THE_MESH,
+    "data_parallel_shard_rank": _ON_THE_MESH,
+    "deepspeed_plugin": _STRATEGY,
+    "deepspeed_ulysses_dl_adapter": _SHARED_SEQUENCES,
+    "dispatch_batches": _ALL_ONCE,
+    "even_batches": _ALL_ONCE,
+    "fp8_backend": "ask engine.config.precision",
+    "free_memory": _LETS_GO,
     "get_tracker": "engine.log(values) writes to all that Engine(log_with=…) names",
+    "is_composable_parallelism_enabled": _STRATEGY,
+    "is_fsdp2": _STRATEGY,
     "join_uneven_inputs": _ALL_ONCE,
+    "logging_dir": _FOLDER,
+    "maybe_context_parallel": _SHARED_SEQUENCES,
+    "multi_device": "write engine.use_distributed",
     "no_sync": _EXCHANGED_ONCE,
+    "non_blocking": "leave it out: the loader hands out batches that are on engine.device",
     "on_local_process": "ask `if engine.local_process_index == …`",
     "on_process": "ask `if engine.process_index == …`",
+    "parallelism_config": "ask engine.config.mesh",
+    "pipeline_parallel_rank": "leave it out: no model is split into stages",
     "prepare_data_loader": _ALL_IN_ONE,
     "prepare_model": _ALL_IN_ONE,
     "prepare_optimizer": _ALL_IN_ONE,
     "prepare_scheduler": _ALL_IN_ONE,
+    "project_dir": _FOLDER,
     "register_load_state_pre_hook": "engine.register_for_checkpointing(thing) loads what has load_state_dict()",
     "register_save_state_pre_hook": "engine.register_for_checkpointing(thing) saves what has state_dict()",
+    "save_iteration": "engine.checkpoints(folder, keep=…).save() names its folders by their step",
     "scaler": "engine.loss_scale is the scale, and Engine(precision='fp16', loss_scale=…) sets it",
     "set_trigger": _STOPS,
+    "should_save_model": "leave it out: of the workers that call engine.save_model() those write that have to",
     "skip_first_batches": "leave it out: after engine.load_state() the loader goes on with the next sample by itself",
+    "split_batches": ARGUMENTS_ELSEWHERE["split_batches"],
     "state": "ask engine.world and engine.config",
+    "tensor_parallel_rank": _ON_THE_MESH,
+    "torch_device_mesh": "write engine.device_mesh",
     "trigger_sync_in_backward": _EXCHANGED_ONCE,
     "unscale_gradients": "leave it out: engine.clip_grad_norm_() clips the gradient without the loss scale",
+    "use_seedable_sampler": ARGUMENTS_ELSEWHERE["rng_types"],
+    "use_stateful_dataloader": "leave it out: engine.save_state() has the place in the data",
+    "verify_device_map": "leave it out: a model is spread by Engine(strategy='zero3') or Engine(mesh=…)",
     # Fabric's
     "all_gather": "use engine.gather_for_metrics(values), or engine.reduce(values) where their sum is wanted",
     "all_reduce": "use engine.reduce(values, reduction='mean')",
@@ -301,6 +383,26 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "train_batch": "write the loop: `for batch in loader`, engine.backward(loss), optimizer.step()",
 }
 """Of Accelerate's Accelerator, Lightning's Fabric and DeepSpeed's engine, with what to write here."""
+
+
+def taken(method: str, there: Mapping[str, Any], **ours: Any) -> list[Any]:
+    """The values of `ours`, of which some may be given by their names in Accelerate. Others than these are refused."""
+    for name, value in there.items():
+        here = NAMES_HERE.get(method, {}).get(name)
+        if here is not None and ours[here] is None:
+            ours[here] = value
+        elif here is not None:
+            raise ConfigError(
+                f"engine.{method}({name}=…) is Accelerate's name for {here}, which is given too; give one"
+            )
+        else:
+            usual, instead = NOTHING_HERE.get((method, name), ((), "docs/concepts/loop.md lists what there is"))
+            if not any(isinstance(value, type(one)) and value == one for one in usual):
+                raise ConfigError(f"engine.{method}({name}={one_line(repr(value), 40)}) is not known; {instead}")
+    if missing := [name for name, value in ours.items() if value is None]:
+        called = f"engine.{method}({', '.join(ours)})"
+        raise ConfigError(f"engine.{method}({missing[0]}=None): {missing[0]} is missing; write {called}")
+    return list(ours.values())
 
 
 def refuse_argument(name: str, known: Iterable[str]) -> NoReturn:

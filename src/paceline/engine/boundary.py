@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.communicator import Communicator
+from paceline.data.fetching import sequence_like
 from paceline.engine.config import counted
 from paceline.engine.evaluation import padded_rows
 from paceline.engine.group import Group
@@ -107,7 +108,7 @@ class Boundary:
         if isinstance(values, dict):
             return {key: self.gathered_rows(value, real) for key, value in values.items()}
         if isinstance(values, list | tuple):
-            return type(values)(self.gathered_rows(value, real) for value in values)
+            return sequence_like(values, [self.gathered_rows(value, real) for value in values])
         value = torch.as_tensor(values, device=self._group.device).detach()
         value = value.reshape(1) if value.dim() == 0 else value
         lengths = self._gathered(torch.tensor([value.shape[0]], device=self._group.device)).view(-1).tolist()

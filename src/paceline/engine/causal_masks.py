@@ -5,10 +5,12 @@ padded or packed. A mask keeps torch from its flash kernels, and where algorithm
 cuDNN out, the memory-efficient kernels are left: 3.5 ms a layer instead of 1.1 (H200, 134 M parameters). In eager mode
 transformers does look, and so waits for the device in every forward.
 
-    model(input_ids)         a hook sees that neither attention_mask nor position_ids are given: nothing is padded or
-                             packed. The model gets a mask of ones, which says so, and `_unpadded` says it too
+    model(input_ids)         a hook sees that neither a mask nor position_ids are given: nothing is padded or packed.
+                             The model gets a mask of ones, which says so, and `_unpadded` says it too
     mask for "sdpa"          only causal, or none at all, and nothing is padded: None, so the kernel gets `is_causal`
                              alone; otherwise what transformers makes
+    forward ends             `_unpadded` says nothing any more: models that are not prepared make their masks by the
+                             same function, as a frozen teacher, whose batch may be padded
 
 `_unpadded` is a variable of the module because compiled code is guarded by it: a batch with a mask gets other code.
 """
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 _unpadded = False
 _ones: dict[tuple[torch.Size, torch.device], Tensor] = {}
@@ -32,10 +35,10 @@ class CausalMasks:
     """Hooks of some models; `close` takes them off."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._hooks = [
-            model.register_forward_pre_hook(_before_forward, with_kwargs=True)
-            for model in _outermost_of_transformers(models)
-        ]
+        self._hooks: list[RemovableHandle] = []
+        for model in _outermost_of_transformers(models):
+            self._hooks.append(model.register_forward_pre_hook(_before_forward, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(_after_forward, always_call=True))  # were it to raise, too
         if self._hooks:
             _register()
 
@@ -65,14 +68,18 @@ def _outermost_of_transformers(models: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _before_forward(model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
     ids = given[0] if given else named.get("input_ids")
-    others = [name for name, value in named.items() if value is not None and name not in ("input_ids", "labels")]
-    plain = isinstance(ids, Tensor) and ids.dim() == 2 and len(given) < 2 and not (_LAY_OUT & set(others))
+    lays_out = any(value is not None and (name in _LAY_OUT or "mask" in name) for name, value in named.items())
+    plain = isinstance(ids, Tensor) and ids.dim() == 2 and len(given) < 2 and not lays_out
     _tell(unpadded=plain)
     return (given, {**named, "attention_mask": _ones_of(ids)}) if plain and isinstance(ids, Tensor) else None
 
 
-_LAY_OUT = {"attention_mask", "position_ids", "past_key_values", "cache_position", "inputs_embeds"}
-"""Arguments that say how sequences lie in a batch."""
+_LAY_OUT = {"position_ids", "past_key_values", "cache_position", "inputs_embeds"}
+"""Arguments that say how sequences lie in a batch, besides every mask."""
+
+
+def _after_forward(*_: Any) -> None:
+    _tell(unpadded=False)
 
 
 def _tell(*, unpadded: bool) -> None:

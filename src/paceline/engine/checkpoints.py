@@ -99,6 +99,11 @@ class _Last:
 
 
 class Checkpoints:
+    """The checkpoints of a run, `folder/checkpoint-{step}`: what `engine.checkpoints(folder)` returns.
+
+    All workers call its methods, between two steps.
+    """
+
     def __init__(
         self,
         folder: Path,
@@ -245,6 +250,7 @@ class Checkpoints:
         self.poll()
 
     close = wait
+    """`wait`, at the end of a run."""
 
     def _save_again(self) -> None:
         """The last save has failed because a worker was lost, and no step has been made since: the others save it."""

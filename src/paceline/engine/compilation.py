@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
@@ -73,7 +74,7 @@ class Compile:
         return self.backend + (f" {self.mode}" if self.mode not in (None, "default") else "")
 
 
-def compile_of(wanted: object, reduction: str) -> Compile | None:
+def compile_of(wanted: object, reduction: str, device: torch.device) -> Compile | None:
     """What Engine(compile=…) means."""
     if wanted is None or wanted is False:
         return None
@@ -81,6 +82,11 @@ def compile_of(wanted: object, reduction: str) -> Compile | None:
         shown = one_line(repr(wanted), 60)
         raise ConfigError(f"compile={shown} is not known; give True, or a paceline.Compile(backend=…, mode=…)")
     compile = Compile() if wanted is True else wanted
+    if compile.backend == "inductor" and device.type == "cuda" and find_spec("triton") is None:
+        raise ConfigError(
+            "Engine(compile=…) needs triton on a GPU: inductor writes its kernels in it; run `pip install triton`, or "
+            "leave compile out"
+        )
     if reduction == "exact" and compile.mode not in (None, *SAFE_MODES):
         raise ConfigError(
             f"compile mode {compile.mode!r} chooses kernels by measuring them, in each process anew, so bits would "

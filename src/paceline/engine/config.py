@@ -258,7 +258,7 @@ def config_of(
         precision=precision,
         loss_scale=loss_scale_of(loss_scale, precision),
         offload=offload,
-        compile=compile_of(compile, reduction),
+        compile=compile_of(compile, reduction, device),
         reduction=reduction,
         compression=compression_of(compression),
         mesh=mesh,

@@ -41,6 +41,9 @@ class JobGroup(dist.ProcessGroup):
         super().__init__(world.rank, world.size)  # type: ignore[call-arg]
         self._world, self._store, self._backend, self._connect, self._check = world, store, backend, connect, check
         self._comm: Communicator | None = None
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        # Whatever the backend is it moves the host's tensors, which is what torch.distributed.checkpoint asks for.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)
         self._over: str | None = None
         self._name = self._description = ""
 
@@ -54,17 +57,27 @@ class JobGroup(dist.ProcessGroup):
         self._check()
         if self._comm is None:
             self._comm = self._connect(self._world, self._store)
+            self._groups = {kind: self._whole(kind, group) for kind, group in self._comm.groups.items()}
         kind = next((tensor.device.type for tensor in _tensors(arguments)), "cpu")
-        groups = self._comm.groups
-        if kind not in groups:
+        if kind not in self._groups:
+            kinds = " and ".join(self._groups)
             raise ConfigError(
-                f"torch.distributed: the job's backend {self._backend!r} moves tensors on {' and '.join(groups)}, "
-                f"not on {kind}; move them there, or choose another with Engine(backend=…)"
+                f"torch.distributed: the job's backend {self._backend!r} moves tensors on {kinds}, not on {kind}; move "
+                "them there, or choose another with Engine(backend=…)"
             )
-        return groups[kind]
+        return self._groups[kind]
+
+    def _whole(self, kind: str, group: Any) -> dist.ProcessGroup:
+        """gloo's and NCCL's have the old names of collectives alone; C++, as for a DTensor, calls the new ones too."""
+        if isinstance(group, dist.ProcessGroup):
+            return group
+        whole = dist.ProcessGroup(self._world.rank, self._world.size)  # type: ignore[call-arg]
+        whole._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, group)
+        return whole
 
     def end(self, why: str) -> None:
         self._over = self._over or why
+        self._groups = {}  # the communicator has to be the last that holds them
         if self._comm is not None:
             self._comm.close()
             self._comm = None
@@ -80,6 +93,12 @@ class JobGroup(dist.ProcessGroup):
         return self._backend
 
     name = getBackendName
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Of the host's tensors, None before the first collective: asking connects nothing."""
+        if torch.device(device).type != "cpu":
+            return super()._get_backend(device)
+        return None if self._comm is None else self._comm.groups["cpu"]
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 (c10d's name)
         self._name = name

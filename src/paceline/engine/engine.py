@@ -40,7 +40,7 @@ from paceline.collectives.gradient_exchange import Reduction
 from paceline.elastic.faults import arm, tell_hash
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine import rules, run_residuals
-from paceline.engine.accelerate_names import AccelerateNames, refuse_argument, refuse_name
+from paceline.engine.accelerate_names import AccelerateNames, refuse_argument, refuse_name, taken
 from paceline.engine.assembly import Assembly
 from paceline.engine.boundary import Operation, check_boundary
 from paceline.engine.checkpoints import Checkpoints, Saver, WhenBusy
@@ -67,6 +67,7 @@ from paceline.parameter_server.replay import replay_of
 from paceline.tracking.run import MetricsLog
 from paceline.world import messages
 from paceline.world.checked_values import number, path_of
+from paceline.world.control import STOPPED_ON_REQUEST
 from paceline.world.determinism import make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
 from paceline.world.terminal import SummaryTable
@@ -109,13 +110,46 @@ class Engine(AccelerateNames):
         gradient_accumulation_steps: int | None = None,
         **unknown: Any,
     ) -> None:
-        """The last two are Accelerate's names: "no", "bf16" or "fp16" for `precision`, a number for `accumulate`."""
+        """What the script leaves out the flags of `paceline run` may say; where neither does there is a default.
+
+        Args:
+
+        - `lanes`: Logical workers, for the life of the job; by default as many as workers at the start.
+        - `accumulate`: Micro-batches of each lane in a step.
+        - `seed`: Of all random numbers; 0 by default.
+        - `strategy`: A name such as "ddp" (the default), "zero2", "fsdp", "auto", or a config of `paceline.strategies`.
+        - `reduction`: "exact", the same bits on any number of workers, or "fast", the backend's own all-reduce.
+        - `algorithm`: With `reduction="fast"` the all-reduce to train over, such as "ring".
+        - `backend`: "paceline" (shared memory), "gloo" or "nccl"; by default what suits the device and the hosts.
+        - `threads`: Of a worker, for the life of the job; by default cores // lanes, at least 1.
+        - `device`: Of models and batches; by default the worker's accelerator, or the CPU where there is none.
+        - `bucket_mib`: Size up to which small gradients are sent together.
+        - `overlap`: Whether gradients are sent while backward still runs.
+        - `precision`: "fp32" (the default), "bf16", "fp16" or a `Precision`.
+        - `loss_scale`: With fp16: a fixed number, or a `LossScale`, which moves; by default it moves.
+        - `offload`: What of a GPU's job stays in the host's memory: "optimizer" or "parameters".
+        - `compression`: Of gradients: a name such as "int8", a compressor, or rules by parameter name.
+        - `mesh`: Workers that share sequences (cp) or layers (tp); by default none do.
+        - `activation_checkpointing`: What backward computes again: "blocks", k for every k-th block, or module classes.
+        - `compile`: True or a `Compile`: the modules that a model repeats are compiled, under every strategy.
+        - `global_batch_size`: Samples of a step, over all lanes and micro-batches, in place of the DataLoader's own.
+        - `on_nonfinite`: What a step with a NaN or infinite loss does: "stop", "skip" or "continue".
+        - `record_samples`: The run's folder, where the log of used samples is written.
+        - `timeout_s`: How long a worker waits for the others before it is an error.
+        - `second_opinion`: Each lane of every so many steps is computed by another worker too, and compared.
+        - `log_with`: The trackers that `init_trackers` starts: "tensorboard", "wandb", "mlflow", …
+        - `project_dir`: The folder of reports and profiles; "runs" by default.
+        - `world`: This worker's place among the others; by default read from the environment.
+        - `mixed_precision`: Accelerate's name for `precision`: "no", "bf16" or "fp16".
+        - `gradient_accumulation_steps`: Accelerate's name for `accumulate`.
+        """
         show_our_errors_in_one_line()
         for name in unknown:
             refuse_argument(name, inspect.signature(type(self)).parameters)
         seat = read_world() if world is None else world
         arm(seat.rank, 0 if seat.elastic is None else seat.elastic.incarnation)
         self.device = find_device(seat, device)
+        """Where this worker's models are, and where its batches come."""
         self.config = config_of(
             seat,
             self.device,
@@ -142,6 +176,7 @@ class Engine(AccelerateNames):
             on_nonfinite=on_nonfinite,
             timeout_s=timeout_s,
         )
+        """The job's constants, to be read: `lanes`, `accumulate`, `seed`, `strategy`, `precision`, `threads`, …"""
         if self.config.mesh.splits_model and (second_opinion is not None or record_samples is not None):
             which = "second_opinion" if second_opinion is not None else "record_samples"
             raise ConfigError(f"{self.config.mesh} with {which}: not for workers that share samples; leave one out")
@@ -207,7 +242,7 @@ class Engine(AccelerateNames):
 
     # -- the five lines of a loop ------------------------------------------------------------------------------------
 
-    def prepare(self, *objects: Any, weights: str | Path | None = None, plan: Plan = None) -> Any:
+    def prepare(self, *objects: Any, weights: str | Path | None = None, plan: Plan = None, **there: Any) -> Any:
         """Take models, optimizers, schedulers and loaders, in any order, and hand them back in that order.
 
         Of several loaders beside an optimizer the first that shuffles (or has a sampler of its own, or reads a stream)
@@ -217,8 +252,9 @@ class Engine(AccelerateNames):
         `weights`: of a model built under `torch.device("meta")`, the folder of safetensors files that they come from.
         `plan`: how tensor parallelism shards the model (docs/concepts/mesh.md); without one, the model's own.
         """
+        taken("prepare", there)
         out = self._preparation.prepare(objects, weights, plan)
-        return out if len(out) > 1 else out[0]
+        return out[0] if len(out) == 1 else out
 
     def backward(
         self, loss: Tensor, *, weight: float | Tensor | None = None, last: bool = True, **unknown: Any
@@ -269,7 +305,7 @@ class Engine(AccelerateNames):
             wanted = number("max_norm", wanted, least=0)
         if norm_type != 2:
             raise LoopError(f"engine.clip_grad_norm_(norm_type={norm_type}): the norm is the Euclidean one, 2")
-        if not alone and self.sync_gradients:
+        if not alone and self._ends_step:
             rules.check_all_are_clipped(parameters, self._objects.optimizers)
         norm = self._training().clip(wanted)
         return norm if alone else torch.as_tensor(norm, dtype=torch.float32)
@@ -383,7 +419,7 @@ class Engine(AccelerateNames):
 
         For looking at, under ddp and star, whose workers have them; on any mesh. All workers call it.
         """
-        return self._objects.full_gradients() if self.sync_gradients else {}
+        return self._objects.full_gradients() if self._ends_step else {}
 
     def positions(self, tokens: Tensor) -> Tensor:
         """Where this worker's tokens, (batch, length), stand in their sequences: not 0, 1, 2, … if they are shared."""
@@ -407,22 +443,25 @@ class Engine(AccelerateNames):
         """Print once, not once per worker."""
         self._group.print(*values, **options)
 
-    def reduce(self, values: Any, reduction: Operation = "sum") -> Any:
+    def reduce(self, values: Any = None, reduction: Operation = "sum", **there: Any) -> Any:
         """Combine a tensor (or each in a list, tuple or dict) of all workers, in rank order, at a step boundary."""
+        [values] = taken("reduce", there, values=values)
         check_boundary(self._objects.step, "reduce")
         return self._between.reduce(values, reduction)
 
-    def gather_for_metrics(self, values: Any, *, whole: bool = False) -> Any:
+    def gather_for_metrics(self, values: Any = None, *, whole: bool = False, **there: Any) -> Any:
         """All workers' results of this round of an evaluation loader, every sample once, in the dataset's order.
 
         Workers that share sequences give a mean over their targets, or values of their tokens, which are put together
         again; `whole=True`: they have the same values.
         """
+        [values] = taken("gather_for_metrics", there, values=values)
         check_boundary(self._objects.step, "gather_for_metrics")
         return self._between.gather_rows(values, whole=whole)
 
-    def gather(self, values: Any) -> Any:
+    def gather(self, values: Any = None, **there: Any) -> Any:
         """The rows of all workers, one worker's after another's; over an evaluation loader `gather_for_metrics`."""
+        [values] = taken("gather", there, values=values)
         check_boundary(self._objects.step, "gather")
         return self._between.gather_rows(values)
 
@@ -446,18 +485,20 @@ class Engine(AccelerateNames):
         check_boundary(self._objects.step, "state_dict")
         return self._between.full_state()
 
-    def save_state(self, folder: str | Path) -> None:
+    def save_state(self, folder: str | Path | None = None, **there: Any) -> None:
         """Everything needed to continue, at a step boundary; every worker writes its part. Not in a replay."""
+        [folder] = taken("save_state", there, folder=folder)
         if self._at_boundary("save_state"):
             self._saver.save(path_of("folder", folder))
 
-    def load_state(self, folder: str | Path, *, accept: Sequence[str] = ()) -> None:
+    def load_state(self, folder: str | Path | None = None, *, accept: Sequence[str] = (), **there: Any) -> None:
         """Continue from `save_state`, on any number of workers, with the next sample.
 
         A job that differs in something the bits depend on is refused; `accept` names what may differ all the same.
         What `paceline checkpoint import` made is no job: its weights, and its optimizer's state if it has one, are
         what a new training begins with.
         """
+        [folder] = taken("load_state", there, folder=folder)
         check_boundary(self._objects.step, "load_state")
         if self._preparation.trains:
             self._saver.load(path_of("folder", folder), accept)
@@ -488,13 +529,15 @@ class Engine(AccelerateNames):
 
     # -- values of one's own loop ------------------------------------------------------------------------------------
 
-    def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None) -> None:
+    def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None, **there: Any) -> None:
         """Begin the reports of a run, in `project_dir/project_name`; after `load_state`, if the job goes on."""
+        taken("init_trackers", there)
         self._metrics_log.start(project_name, config or {}, self.step)
         self.record_events(self._project_dir / project_name)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **there: Any) -> None:
         """Numbers by name, of a step that is done; called by every worker, written once."""
+        taken("log", there)
         self._metrics_log.log(values, self.step if step is None else step)
 
     def record_events(self, folder: str | Path | None) -> None:
@@ -510,6 +553,8 @@ class Engine(AccelerateNames):
             return
         folder = path_of("record_events: folder", folder)
         about = {"worker": seat.rank, "step": self.step, "joins": not self._group.recovery.admitted, **self.resolved()}
+        if self._objects.step is not None:  # until then the strategy may be ours to choose, and the batch is not known
+            about |= run_residuals.setting_of(self.config, self.world, self._objects.loader)
         self._recorder = record_steps(folder, about, self._group, lambda: self._objects.step, self.device)
         if self._recorder is not None and self.is_main_process:
             self._group.supervisor.tell("run", folder=str(folder.resolve()))
@@ -523,16 +568,24 @@ class Engine(AccelerateNames):
         record_shapes: bool = False,
         profile_memory: bool = False,
         with_stack: bool = False,
+        **there: Any,
     ) -> Profile:
         """`with` it, torch's profiler records `active` steps after `wait` and `warmup` others; all workers call it.
 
         Each worker's trace goes to `project_dir/profile`; the main one shows what took longest.
         """
+        taken("profile", there)
         options = {"record_shapes": record_shapes, "profile_memory": profile_memory, "with_stack": with_stack}
         return Profile(self, self._project_dir / FOLDER, given, wait, warmup, active, **options)
 
     def close(self) -> None:
         """Leave the job: threads, hooks, group and control connection end. Called at exit by itself."""
+        loader = self._objects.loader
+        in_flight = sys.exc_info()[1]  # in a `finally`; after a whole loop it is an older one's, of another matter
+        self._close(in_flight if loader is not None and loader.left_early else None)
+
+    def _close(self, error: BaseException | None) -> None:
+        """`error`: what ended the script's loop, or the script; its reports tell that it did."""
         if self._closed:
             return
         self._closed = True
@@ -552,7 +605,7 @@ class Engine(AccelerateNames):
         if (compiled := self._objects.compiled) is not None:
             self._note(f"paceline: {counted(compiled.graphs, 'graph')} compiled for {compiled.kinds}")
         self._objects.close()
-        self._metrics_log.close()
+        self._metrics_log.close(ok=not (ends_badly(error) or (loader is not None and loader.failed)))
         self.record_events(None)
         group.close()
 
@@ -579,7 +632,8 @@ class Engine(AccelerateNames):
     def store_residuals(self, folder: Path, times: Sequence[tuple[int, float]]) -> None:
         """At the end of a run, in its folder: what it measured beside what was predicted (`paceline plan`)."""
         if self._objects.step is not None and self._replay is None:
-            run_residuals.store(folder, times, self.config, self.world, self.device, self._objects.step)
+            known = self.config, self.world, self.device, self._objects.step, self._objects.loader
+            run_residuals.store(folder, times, *known)
 
     def _time_saving(self) -> AbstractContextManager[None]:
         step = self._objects.step
@@ -605,11 +659,12 @@ class Engine(AccelerateNames):
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._give_up_after(error)
-        self.close()
+        self._close(error)
 
     def _close_at_exit(self) -> None:
-        self._give_up_after(getattr(sys, "last_value", None))  # what ends the script, and has been shown already
-        self.close()
+        error = getattr(sys, "last_value", None)  # what ends the script, and has been shown already
+        self._give_up_after(error)
+        self._close(None if hasattr(sys, "ps1") else error)  # of a session it is that of any line before
 
     def _give_up_after(self, error: BaseException | None) -> None:
         """After an error in the loop's body nothing waits until the others have read this worker's shards."""
@@ -620,3 +675,10 @@ class Engine(AccelerateNames):
             loader.tell_items_counted()
         elif loader.left_early and not self._group.recovery.is_elastic:
             self._group.comm.give_up()
+
+
+def ends_badly(error: BaseException | None) -> bool:
+    """Not by `sys.exit()`, or the code that means "start again to continue"."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0, STOPPED_ON_REQUEST)
+    return error is not None

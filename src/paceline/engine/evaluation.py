@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from paceline.data.fetching import to_device
+from paceline.data.fetching import sequence_like, to_device
 from paceline.data.loader import check_assignable, is_plain_shuffle
 from paceline.data.loader_watch import startup_explained
 from paceline.engine.rules import refuse_update_bn
@@ -489,7 +489,7 @@ def no_rows(values: Any) -> Any:
     if isinstance(values, dict):
         return {key: no_rows(value) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(no_rows(value) for value in values)
+        return sequence_like(values, [no_rows(value) for value in values])
     value = torch.as_tensor(values).detach()
     return value.reshape(1)[:0] if value.dim() == 0 else value[:0]
 

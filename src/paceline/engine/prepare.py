@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from paceline.checkpoint.weights_file import PretrainedWeights
+from paceline.data.fetching import sequence_like
 from paceline.data.loader import steps_of
 from paceline.data.step_source import StepSource
 from paceline.data.work_source import Assignment, WorkSource
@@ -155,7 +156,7 @@ class BetweenSteps:
         if isinstance(values, dict):
             return {key: self.reduce(value, operation) for key, value in values.items()}
         if isinstance(values, list | tuple):
-            return type(values)(self.reduce(value, operation) for value in values)
+            return sequence_like(values, [self.reduce(value, operation) for value in values])
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device=self._group.device)
         evaluation = self._evaluation_round()
         note_collective(self._group.evaluations)
@@ -176,7 +177,7 @@ class BetweenSteps:
         if isinstance(values, dict):
             return {key: self.padded(value, dim, pad, first) for key, value in values.items()}
         if isinstance(values, list | tuple):
-            return type(values)(self.padded(value, dim, pad, first) for value in values)
+            return sequence_like(values, [self.padded(value, dim, pad, first) for value in values])
         if dim >= values.dim():
             return values
         longest = int(self.reduce(torch.tensor(values.shape[dim], device=self._group.device), "max"))

@@ -62,11 +62,11 @@ def hash_of(state: Mapping[str, Tensor], full_tensor: FullTensorOf = Tensor.deta
     return digest.hexdigest()
 
 
-WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 def wrapper_of(module: nn.Module) -> str | None:
-    """Its name, if it is one of torch's that sum gradients between processes."""
+    """Its name, if it is one of torch's that sum gradients: between processes, or one process's devices."""
     return min({kind.__name__ for kind in type(module).__mro__} & {*WRAPPERS}, default=None)
 
 
@@ -75,8 +75,10 @@ def check_bare(models: Sequence[nn.Module]) -> None:
     for model in models:
         for module in model.modules():
             if wrapper := wrapper_of(module):
+                alone = wrapper == "DataParallel"
+                harm = "each worker would run it on all GPUs" if alone else "its gradients would be summed twice"
                 raise ConfigError(
-                    f"engine.prepare() got a model in a {wrapper} of torch: its gradients would be summed twice; "
+                    f"engine.prepare() got a model in a {wrapper} of torch: {harm}; "
                     "give the model itself, and say Engine(strategy=…): 'ddp', 'zero2', 'fsdp' …"
                 )
         for name, parameter in model.named_parameters():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from paceline.context_parallel import ContextParallel, TargetCount
 from paceline.context_parallel.sequence_split import length_of
+from paceline.data.fetching import sequence_like
 from paceline.data.sharded_sampler import WorkItem
 from paceline.errors import LoopError
 
@@ -58,7 +59,7 @@ class BatchPart(WholeBatch):
         if isinstance(values, Mapping):
             return {name: self.rows(value) for name, value in values.items()}
         if isinstance(values, list | tuple):
-            return type(values)(self.rows(value) for value in values)
+            return sequence_like(values, [self.rows(value) for value in values])
         value = torch.as_tensor(values, device=self._device).detach()
         if value.dim() == 0 and value.is_floating_point():
             return self.mean(value)

@@ -7,12 +7,13 @@ output by worker, a failure with its name, Ctrl-C, an elastic job.
 
 from __future__ import annotations
 
+import difflib
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.world.environment import unbuffered
@@ -20,19 +21,45 @@ from paceline.world.environment import unbuffered
 ENDS_IN_S = 40.0
 """What the launcher has to end its workers when the notebook is interrupted: its grace period, and some more."""
 
+_HOSTS = "write options={'hosts': …, 'host_rank': …, 'coordinator': 'ADDRESS:PORT'}, as `paceline run` has them"
+
+_ELSEWHERE: Mapping[str, str] = {
+    "log_line_prefix_template": "leave it out: each line begins with its worker where they print different ones",
+    "master_addr": _HOSTS,
+    "max_restarts": "write options={'elastic': True}: a worker that dies is replaced, and training goes on",
+    "mixed_precision": "write Engine(mixed_precision=…) in the function, or options={'precision': …} here",
+    "monitor_interval": "leave it out: the launcher hears at once when a worker ends",
+    "node_rank": _HOSTS,
+    "num_nodes": _HOSTS,
+    "rdzv_backend": _HOSTS,
+    "rdzv_conf": _HOSTS,
+    "rdzv_endpoint": _HOSTS,
+    "rdzv_id": _HOSTS,
+    "use_port": "leave it out: workers of one host find a free port by themselves",
+}
+"""Of Accelerate's notebook_launcher, with what to write here."""
+
 
 def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
+    num_processes: int | None = None,
     *,
-    workers: int = 1,
+    workers: int | None = None,
     options: Mapping[str, Any] | None = None,
+    **unknown: Any,
 ) -> None:
     """Call `function(*args)` in each of `workers` processes; returns when all have ended, raises if one failed.
 
     `options` are those of `paceline run` by name: `{"strategy": "zero2", "elastic": True}`. The function makes its own
-    Engine. What it returns stays in its process; save what is to be kept.
+    Engine. What it returns stays in its process; save what is to be kept. `num_processes` is Accelerate's name for
+    `workers`, of which there is 1 by default.
     """
+    for name in unknown:
+        _refuse(name)
+    if num_processes is not None and workers not in (None, num_processes):
+        raise ConfigError(f"notebook_launcher(): num_processes={num_processes} and workers={workers} differ; give one")
+    count = num_processes if workers is None else workers
     try:
         import cloudpickle
     except ImportError as error:
@@ -55,13 +82,19 @@ def notebook_launcher(
             "paceline",
             "run",
             "--workers",
-            str(workers),
+            str(1 if count is None else count),
             *_flags(options or {}),
             str(script),
         ]
         code = _run(command)
     if code:
         raise LaunchError(f"notebook_launcher(): the workers ended with code {code}; what happened is told above")
+
+
+def _refuse(name: str) -> NoReturn:
+    near = difflib.get_close_matches(name, ("args", "workers", "num_processes", "options"), n=1)
+    instead = f"did you mean {near[0]}=?" if near else "it takes args, workers and options"
+    raise ConfigError(f"notebook_launcher({name}=…) is not known; {_ELSEWHERE.get(name, instead)}")
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:

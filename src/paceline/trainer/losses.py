@@ -14,7 +14,8 @@
 | logits, with a loss function           | compute_loss_func(outputs, labels)              |
 
 The weight counts the labels that are not -100 where labels are whole numbers, and samples otherwise. So the step's
-gradient is that of the mean over all tokens of the global batch, however they fell into lanes.
+gradient is that of the mean over all tokens of the global batch, however they fell into lanes. The last of a tuple that
+the model itself takes is not labels if forward's argument there is a mask, or not the one that is called labels.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -57,10 +59,13 @@ class LossRule:
         loss_function: LossFunction | None = None,
         label_names: Sequence[str] | None = None,
         smoothing: float = 0.0,
+        calls_model: bool = True,
     ) -> None:
+        """`calls_model`: it is this rule that does so with a batch, and not a compute_loss of the user's own."""
         self._function, self.smoothing = loss_function, smoothing
         self.names = tuple(label_names or label_names_of(model))
         self._shifts = shifts_labels(model)
+        self._not_labels = inputs_of(model, self.names) if calls_model and not self.takes_labels_out else frozenset()
         self._takes_count = loss_function is not None and takes(loss_function, "num_items_in_batch")
         self._chunked: ChunkedLoss | None = None
 
@@ -141,7 +146,11 @@ class LossRule:
             if isinstance(shifted := batch.get("shift_labels"), Tensor):
                 return HostReading((shifted != IGNORED).sum())
             labels = batch.get("labels", labels)
+        elif isinstance(batch, list | tuple) and len(batch) - 1 in self._not_labels:
+            return None
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dim() == 0:
+            return None
+        if labels.dtype is torch.bool:
             return None
         if self._shifts and labels.dim() > 1:
             labels = labels[..., 1:]
@@ -218,6 +227,15 @@ def label_names_of(model: nn.Module) -> list[str]:
     return [name for name in inspect.signature(forward_of(model)).parameters if "label" in name or name in spans] or [
         "labels"
     ]
+
+
+def inputs_of(model: nn.Module, labels: Sequence[str]) -> frozenset[int]:
+    """Places of forward's arguments that are no labels by their names: masks, and where it has `labels` all others."""
+    names = list(inspect.signature(forward_of(model)).parameters)
+    named = not {*labels}.isdisjoint(names)
+    return frozenset(
+        place for place, name in enumerate(names) if name.endswith("mask") or (named and name not in labels)
+    )
 
 
 def shifts_labels(model: nn.Module) -> bool:

@@ -141,6 +141,7 @@ class Trainer:
             loss_function=compute_loss_func,
             label_names=self.args.label_names,
             smoothing=self._smoothing(),
+            calls_model=not any(overrides(self, name, Trainer) for name in ("compute_loss", "training_step")),
         )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = processing_class
