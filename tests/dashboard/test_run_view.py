@@ -16,7 +16,7 @@ from paceline.dashboard import run_view
 from paceline.dashboard.run_view import POINTS, view_of
 from paceline.errors import DataError
 from paceline.monitor.attribution import join, straggler
-from paceline.monitor.events import DTYPE, FOLDER, Kind, Part, Use, pack_note
+from paceline.monitor.events import BUCKETS_DTYPE, DTYPE, FOLDER, RECORD_BYTES, Kind, Part, Use, pack_note
 from paceline.monitor.run_events import read_run
 from paceline.tracking.json_lines import JsonLines
 from paceline.tracking.reporter import RunInfo
@@ -226,10 +226,14 @@ def test_64_workers_with_10000_steps_take_less_than_2_s_of_a_core(tmp_path: Path
     records["parts"][:, [Part.FORWARD, Part.BACKWARD, Part.VOTE]] = 0.02, 0.029, 0.001
     records["began"] = 1000 + 0.05 * records["step"]
     records["voted"] = records["began"] + 0.05
+    left = np.zeros(10_000, dtype=BUCKETS_DTYPE)
+    left["kind"], left["step"], left["began"], left["of"] = Kind.BUCKETS, records["step"], records["began"], 17
+    left["after_s"] = np.linspace(0.02, 0.049, 17)
     header = (Simulated(1, 1).write(tmp_path) / FOLDER / "worker-0.0").read_bytes().partition(b"\n")[0]
     for worker in range(64):
         records["arrived"] = records["voted"] - 0.001 * (worker != 41)
-        own = json.dumps({**json.loads(header), "worker": worker}).encode() + b"\n" + records.tobytes()
+        own = json.dumps({**json.loads(header), "worker": worker}).encode() + b"\n"
+        own += np.stack([one.view(f"V{RECORD_BYTES}") for one in (records, left)], axis=1).tobytes()
         (tmp_path / FOLDER / f"worker-{worker}.0").write_bytes(own)
     log(tmp_path, {step: {"loss": 1.0} for step in range(1, 10_001)})
     began = time.process_time()

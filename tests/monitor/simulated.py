@@ -10,7 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from paceline.monitor.events import FOLDER, FORMAT, VERSION, Kind, Part, StepRecord, Use, pack_note, pack_step
+from paceline.monitor.events import (
+    FOLDER,
+    FORMAT,
+    VERSION,
+    BucketsRecord,
+    Kind,
+    Part,
+    StepRecord,
+    Use,
+    pack_buckets,
+    pack_note,
+    pack_step,
+)
 
 TYPICAL_S = {
     Part.DATA: 1e-3,
@@ -28,7 +40,7 @@ class Simulated:
     """`delays` in seconds, by worker and part, from step `since` on, in one of `every` steps.
 
     `clocks`: what each host's is ahead by. `meets_after_update`: as under zero. `link`: a worker, and what its messages
-    take longer.
+    take longer. `buckets` leave at equal distances in backward, and a delay of backward comes before `slow_bucket`.
     """
 
     workers: int = 4
@@ -43,6 +55,8 @@ class Simulated:
     meets_after_update: bool = False
     link: tuple[int, float] | None = None
     use: Use = USE
+    buckets: int = 0
+    slow_bucket: int = 0
     own: list[list[StepRecord]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,6 +92,13 @@ class Simulated:
                 records.append(StepRecord(worker, 0, step, *times, tuple(spent[worker]), 0.01, *peer))
             begin = begin + spent.sum(axis=1)
 
+    def _left(self, record: StepRecord) -> bytes:
+        delay = self.delays.get((record.rank, Part.BACKWARD), 0.0) if record.step >= self.since else 0.0
+        begins = record.began + record.parts[Part.DATA] + record.parts[Part.FORWARD]
+        apart = (record.parts[Part.BACKWARD] - delay) / self.buckets
+        left = [begins + apart * (n + 1) + delay * (n >= self.slow_bucket) for n in range(self.buckets)]
+        return pack_buckets(BucketsRecord(record.rank, record.generation, record.step, record.began, left))
+
     def write(self, folder: Path, *, number: int = 0, ended: bool = True, **about: Any) -> Path:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         for worker, records in enumerate(self.own):
@@ -85,7 +106,9 @@ class Simulated:
             clock = 999.0 + self.clocks.get(worker, 0.0)
             header = {"format": FORMAT, "version": VERSION, "worker": worker, "host": boot, "boot": boot, "step": 0}
             header |= {"clock": clock, "time": 1.7e9, "joins": False, **about}
-            packed = [pack_step(record, self.use) for record in records]
+            packed = []
+            for record in records:
+                packed += [pack_step(record, self.use), *([self._left(record)] if self.buckets else [])]
             if ended:
                 packed.append(pack_note(Kind.END, worker, 0, self.steps, records[-1].voted + 1, ""))
             data = json.dumps(header).encode() + b"\n" + b"".join(packed)

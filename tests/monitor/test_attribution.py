@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.monitor.attribution import AFTER_VOTE, BEFORE_VOTE, Straggler, join, straggler
-from paceline.monitor.events import Part
+from paceline.monitor.events import FOLDER, Part, told_of
 from paceline.monitor.run_events import read_run
 from tests.monitor.simulated import Simulated
 
@@ -35,6 +35,32 @@ def test_an_injected_cause_is_named(seed: int, tmp_path: Path) -> None:
         assert abs(found.since - since) <= 3, str(found)
         assert found.until == 80
         assert 0.01 < found.late_s < 0.025
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_slow_backward_is_told_with_the_bucket_from_which_on_it_is_late(seed: int, tmp_path: Path) -> None:
+    draw = np.random.default_rng(seed)
+    workers, buckets = int(draw.integers(2, 7)), int(draw.integers(2, 40))
+    worker, slow = int(draw.integers(workers)), int(draw.integers(buckets))
+    delays, clocks = {(worker, Part.BACKWARD): 0.03}, {one: 100.0 * one for one in range(workers)}
+    simulated = Simulated(workers, 80, seed, 0.02, delays, 20, clocks, buckets=buckets, slow_bucket=slow)
+    found = found_in(tmp_path, simulated)
+    assert found is not None
+    assert (found.worker, found.part) == (worker, Part.BACKWARD)
+    assert found.bucket is not None
+    told = [number for number in told_of(buckets) if number >= slow]  # of more than 17 every second or third is told
+    assert found.bucket == (told[0], buckets)
+    assert f"backward takes it longer from bucket {told[0]} of {buckets} on than the others" in str(found)
+
+
+def test_a_late_worker_whose_others_tell_of_other_buckets_is_named_without_one(tmp_path: Path) -> None:
+    delays = {(1, Part.BACKWARD): 0.03}
+    simulated = Simulated(3, 80, delays=delays, buckets=4).write(tmp_path / "a")
+    fewer = Simulated(3, 80, delays=delays, buckets=3).write(tmp_path / "b")
+    (fewer / FOLDER / "worker-2.0").rename(simulated / FOLDER / "worker-2.0")
+    found = straggler(join(read_run(simulated)))
+    assert found is not None
+    assert (found.worker, found.part, found.bucket) == (1, Part.BACKWARD, None)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -45,3 +45,19 @@ def test_votes_end_at_the_same_moment_in_all_rows(tmp_path: Path) -> None:
     ]
     for same in zip(*ends, strict=True):
         assert max(same) - min(same) < 500  # microseconds
+
+
+def test_buckets_are_marked_where_they_leave_with_whom_they_wait_for(tmp_path: Path) -> None:
+    delays = {(2, Part.BACKWARD): 0.03}
+    run = read_run(Simulated(3, 20, jitter=0.01, delays=delays, buckets=5, slow_bucket=3).write(tmp_path))
+    trace = trace_of(run, 10, 11)
+    for worker in range(3):
+        marks = [one for one in trace["traceEvents"] if one["ph"] == "i" and one["pid"] == worker]
+        assert [one["name"] for one in marks] == [f"bucket {number}" for number in range(5)] * 2
+        assert {one["tid"] for one in marks} == {COMMUNICATION}
+        late = [one for one in marks if one["name"] in ("bucket 3", "bucket 4")]
+        if worker == 2:
+            assert not any("args" in one for one in late)
+        else:
+            assert all(one["args"]["waits_for_worker"] == 2 for one in late)
+            assert all(15 < one["args"]["ms"] < 45 for one in late)

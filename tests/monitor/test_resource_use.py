@@ -114,7 +114,8 @@ def test_what_a_process_below_uses_counts_while_it_runs_and_after_it_has_ended()
         loader.communicate(b"end\n")
     ended = processor_seconds(os.getpid())
     assert running - before > 0.05, (before, running)
-    assert ended >= running, (running, ended)
+    ticks = 2 / os.sysconf("SC_CLK_TCK")  # user's and system's time are rounded down apart, here and there
+    assert ended >= running - ticks, (running, ended)
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------

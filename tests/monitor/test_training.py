@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import paceline
 from paceline.monitor.attribution import join, straggler
 from paceline.monitor.events import Part
-from paceline.monitor.run_events import RunEvents, read_run
+from paceline.monitor.run_events import RunEvents, left_at, read_run
 from paceline.strategies.server.parameter_server import ParameterServer
 from paceline.world.world import World
 from tests.faults.elastic_jobs import STEPS as STEPS_OF_JOB
@@ -124,6 +124,19 @@ def test_the_parts_of_a_step_add_up_to_its_wall_time(lanes: int, tmp_path: Path)
         assert np.median(np.abs(parts / walls - 1)) < 0.02
         assert np.abs(steps["began"][1:-1] + parts[:-1] - steps["began"][2:]).max() < 1e-3  # one follows the other
         assert (steps["step"] == np.arange(1, len(steps) + 1)).all()
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_every_bucket_leaves_between_the_begin_of_a_steps_backward_and_its_vote(strategy: str, tmp_path: Path) -> None:
+    run, _ = train_on(2, tmp_path, slow=1, part="backward", strategy=strategy)
+    for worker, steps in run.workers.items():
+        left = left_at(run, worker, steps)
+        assert left.shape[1] >= 1
+        assert not np.isnan(left[1:]).any()
+        before = steps["began"] + steps["parts"][:, [Part.DATA, Part.FORWARD]].astype(float).sum(axis=1)
+        assert (left[1:] > before[1:, None] - 1e-3).all()
+        assert (left[1:] < steps["voted"][1:, None]).all()
 
 
 @pytest.mark.workers

@@ -117,6 +117,7 @@ class Timing:
         self.parts = [0.0] * len(Part)
         self.arrived = self.voted = 0.0  # at the vote, and when all were there
         self.hidden_s = 0.0  # how much of backward ran while buckets were on their way
+        self.left_at: Sequence[float] = ()  # when each bucket left
 
     def enter(self, part: Part) -> float:
         """From now on the time is this part's, less what it waits for others."""
@@ -651,7 +652,7 @@ class TrainStep:
         used, changed = flags[: len(active.parameters)], flags[len(active.parameters) :]
         tally = self._tally(item, reports, used)
         active.collect(tally)
-        self.timing.left_during_backward = active.left_during_backward
+        self.timing.left_during_backward, self.timing.left_at = active.left_during_backward, active.left_at
         if now.watched and self.passes.wants_another(reports, now.holders, self.step + 1, self._group.comm.rank):
             self.buffers.put_back()
             active.end_step()

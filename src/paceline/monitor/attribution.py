@@ -23,6 +23,7 @@ and backward of this one. The looks, of which the first that finds something cou
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.monitor.events import Part
-from paceline.monitor.run_events import Records, RunEvents
+from paceline.monitor.run_events import Records, RunEvents, left_at
 
 RECENT = 50
 FEWEST = 14
@@ -78,6 +79,7 @@ class Joined:
     parts: Floats
     peers: npt.NDArray[np.int64] | None = None  # whose messages each waited for longest: an index of `workers`, or -1
     peer_s: Floats | None = None  # and how much longer than for the others'
+    left_at: Floats | None = None  # (worker, step, bucket) of the last steps, as many as are looked at: when each left
 
     @property
     def seconds(self) -> Floats:
@@ -137,6 +139,7 @@ class Straggler:
     since: int  # step
     until: int
     by_link: bool = False
+    bucket: tuple[int, int] | None = None  # of gradients: the first that it is late with, and how many there are
     times: int | None = None  # it is late now and then: in so many steps since, by `late_s` in each
 
     def __str__(self) -> str:
@@ -152,9 +155,10 @@ class Straggler:
                 f"steps since step {self.since:,} {IN_WORDS[self.part]} takes it {_seconds(self.late_s)} longer than "
                 f"the others, who wait for it ({_seconds(self.cost_s)} in all, {self.share:.0%} of the time)"
             )
+        where = "" if self.bucket is None else f" from bucket {self.bucket[0]} of {self.bucket[1]} on"
         return (
-            f"worker {self.worker} is late: {IN_WORDS[self.part]} takes it longer than the others, who wait for it "
-            f"{_seconds(self.late_s)} a step since step {self.since:,} "
+            f"worker {self.worker} is late: {IN_WORDS[self.part]} takes it longer{where} than the others, who wait for "
+            f"it {_seconds(self.late_s)} a step since step {self.since:,} "
             f"({_seconds(self.cost_s)} in all, {self.share:.0%} of the time)"
         )
 
@@ -186,7 +190,16 @@ def join(run: RunEvents, recent: int | None = None) -> Joined:
         np.stack([row["parts"].astype(np.float64) for row in rows]),
         np.stack([place_of[row["peer"]] for row in rows]),
         np.stack([row["peer_s"].astype(np.float64) for row in rows]),
+        _left_at(run, active, numbers[-RECENT:]),
     )
+
+
+def _left_at(run: RunEvents, active: dict[int, Records], numbers: npt.NDArray[Any]) -> Floats | None:
+    """Of these steps; None where not all workers have told of the same buckets."""
+    wanted = {worker: steps[np.isin(steps["step"], numbers)] for worker, steps in active.items()}
+    tables = [left_at(run, worker, steps) for worker, steps in wanted.items()]
+    shapes = {table.shape for table in tables}
+    return np.stack(tables) if len(shapes) == 1 and tables[0].size else None
 
 
 def _of_generation(steps: Records, generation: int, recent: int | None) -> Records:
@@ -214,7 +227,20 @@ def _steady(joined: Joined, recent: int, late: Floats) -> Straggler | None:
     if worker is None or float(np.median(late[worker, -count:])) < least:
         return None
     part = _part(joined, worker, slice(-count, None))
-    return _told(joined, worker, part, late[worker], _since(late[worker] >= least))
+    found = _told(joined, worker, part, late[worker], _since(late[worker] >= least))
+    return replace(found, bucket=_late_bucket(joined, worker, found.late_s)) if part is Part.BACKWARD else found
+
+
+def _late_bucket(joined: Joined, worker: int, late_s: float) -> tuple[int, int] | None:
+    """The first bucket that leaves the worker so late that most of its lateness is there; None: it is not known."""
+    if joined.left_at is None or joined.left_at.shape[2] < 2:
+        return None
+    each = _behind(joined.left_at.reshape(len(joined.workers), -1))[worker].reshape(joined.left_at.shape[1:])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a bucket of which no record tells
+        late = np.nanmedian(each, axis=0)
+    found = np.flatnonzero(late >= late_s / 2)
+    return (int(found[0]), len(late)) if len(found) else None
 
 
 def _slow_link(joined: Joined, recent: int) -> Straggler | None:

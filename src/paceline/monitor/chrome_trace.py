@@ -3,6 +3,7 @@
     worker 1   │ step 100                                        │ step 101 …
                │ data │ forward │ backward   │ exchange │ optimizer │
                │                     under backward │ vote │ exchange       (communication)
+               │                      ╷  ╷    ╷  each bucket as it leaves, with the worker that it then waits for
 
 A record has sums, so where a step has several items their forwards are drawn as one, and so on. The vote, and what
 comes before and after it, stand where they were.
@@ -13,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from paceline.monitor.events import Part
-from paceline.monitor.run_events import SHARES, RunEvents, mean_share
+from paceline.monitor.run_events import SHARES, Records, RunEvents, left_at, mean_share
 
 COMPUTE, COMMUNICATION = 0, 1
 _BEFORE = (Part.RECOVERY, Part.DATA, Part.FORWARD, Part.BACKWARD)
@@ -35,6 +38,7 @@ def trace_of(run: RunEvents, first: int, last: int) -> dict[str, Any]:
         events += _named(worker, f"worker {worker} on {host}")
         for record in steps:
             events += _step(worker, record, zero)
+    events += _buckets(run, chosen, zero)
     for note in run.notes:
         if zero <= note.time <= end:
             where = {"s": "g", "pid": min(chosen)} if note.worker is None else {"s": "p", "pid": note.worker}
@@ -84,6 +88,22 @@ def _step(worker: int, record: Any, zero: float) -> Iterator[dict[str, Any]]:
         if parts[part]:
             yield slice_of(part.name.lower(), at, parts[part])
         at += parts[part]
+
+
+def _buckets(run: RunEvents, chosen: dict[int, Records], zero: float) -> Iterator[dict[str, Any]]:
+    """A bucket is summed when it has left its last worker."""
+    left = {worker: left_at(run, worker, steps) for worker, steps in chosen.items()}
+    last: dict[tuple[int, int], tuple[float, int]] = {}  # by step and bucket: when, and whom
+    for worker, steps in chosen.items():
+        for row, bucket in zip(*np.nonzero(~np.isnan(left[worker])), strict=True):
+            key, at = (int(steps["step"][row]), int(bucket)), float(left[worker][row, bucket])
+            last[key] = max(last.get(key, (at, worker)), (at, worker))
+    for worker, steps in chosen.items():
+        for row, bucket in zip(*np.nonzero(~np.isnan(left[worker])), strict=True):
+            at, (end, whom) = float(left[worker][row, bucket]), last[int(steps["step"][row]), int(bucket)]
+            about = {} if whom == worker else {"args": {"waits_for_worker": whom, "ms": round(1e3 * (end - at), 3)}}
+            place = {"ph": "i", "s": "t", "pid": worker, "tid": COMMUNICATION, "ts": _micro(at - zero)}
+            yield {"name": f"bucket {int(bucket)}", **place, **about}
 
 
 def _micro(seconds: float) -> float:

@@ -12,6 +12,9 @@ out of it and is communication. `arrived` and `voted` are the two ends of the st
 on a worker waits for the others, and `voted` is the same moment everywhere, up to the latency: it aligns the clocks of
 hosts.
 
+When each bucket of gradients left this worker is in a record of its own (of 17 of them where there are more): a bucket
+is summed when it has left its last worker, so the one that comes last to a bucket is whom the others wait for there.
+
 Two bytes say how busy the CPUs and the GPU were (see `Use`): 0 is not known, 1 to 101 are 0 to 100 percent. Files of
 versions that did not measure have 0 there, and versions that do not know the bytes pass over them, so VERSION is the
 same for all of them.
@@ -20,7 +23,9 @@ same for all of them.
 from __future__ import annotations
 
 import enum
+import math
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 FOLDER = "events"
@@ -48,6 +53,7 @@ class Kind(enum.IntEnum):
     NOTE = 2  # about this worker: records were dropped
     END = 3  # the worker has left in good order
     JOB = 4  # about the job, told by every worker: a generation begins
+    BUCKETS = 5  # when buckets of a step left
 
 
 class StepRecord(NamedTuple):
@@ -61,6 +67,14 @@ class StepRecord(NamedTuple):
     hidden_s: float  # how much of backward ran while buckets were on their way
     peer: int = 0  # whose messages were waited for longest, by rank
     peer_s: float = 0.0  # and how much longer than for the median of the others
+
+
+class BucketsRecord(NamedTuple):
+    rank: int
+    generation: int
+    step: int
+    began: float  # the step, as in its own record
+    left_at: Sequence[float]  # by bucket, of the same clock; 0: it did not leave
 
 
 class Use(NamedTuple):
@@ -77,6 +91,10 @@ _STEP = struct.Struct(f"<dd{len(Part)}ffffHBBf")
 _TEXT_BYTES = 72
 RECORD_BYTES = _HEAD.size + _TEXT_BYTES
 assert _STEP.size == _TEXT_BYTES
+
+MOST_BUCKETS = 17
+_LEFT = struct.Struct(f"<HH{MOST_BUCKETS}f")
+assert _LEFT.size == _TEXT_BYTES
 
 DTYPE = [
     ("kind", "u1"),
@@ -98,12 +116,33 @@ DTYPE = [
 ]
 """Of a record, for numpy: a file is read at once."""
 
+BUCKETS_DTYPE = [
+    *DTYPE[: [name for name, *_ in DTYPE].index("arrived")],
+    ("of", "<u2"),  # so many buckets; `told_of` says which of them are told
+    ("_of", "<u2"),
+    ("after_s", "<f4", (MOST_BUCKETS,)),  # since the step began; NaN: the bucket did not leave
+]
+
 
 def pack_step(record: StepRecord, use: Use) -> bytes:
     head = _HEAD.pack(Kind.STEP, record.rank, record.generation, record.step, record.began)
     times = record.arrived, record.voted, *record.parts, record.hidden_s
     of_host = use.memory, use.device_memory, record.peer, _byte_of(use.cpu), _byte_of(use.gpu)
     return head + _STEP.pack(*times, *of_host, record.peer_s)
+
+
+def told_of(buckets: int) -> Sequence[int]:
+    """Of so many buckets, which a record has: the first, the last, and as many between them as it holds."""
+    if buckets <= MOST_BUCKETS:
+        return range(buckets)
+    return [place * (buckets - 1) // (MOST_BUCKETS - 1) for place in range(MOST_BUCKETS)]
+
+
+def pack_buckets(record: BucketsRecord) -> bytes:
+    left, began = record.left_at, record.began
+    after = [left[number] - began if left[number] else math.nan for number in told_of(len(left))]
+    head = _HEAD.pack(Kind.BUCKETS, record.rank, record.generation, record.step, began)
+    return head + _LEFT.pack(min(len(left), 0xFFFF), 0, *after, *[math.nan] * (MOST_BUCKETS - len(after)))
 
 
 def _byte_of(share: float | None) -> int:

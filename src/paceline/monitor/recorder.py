@@ -22,7 +22,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline import input_file
-from paceline.monitor.events import FOLDER, FORMAT, VERSION, Kind, StepRecord, Use, pack_note, pack_step
+from paceline.monitor.events import (
+    FOLDER,
+    FORMAT,
+    VERSION,
+    BucketsRecord,
+    Kind,
+    StepRecord,
+    Use,
+    pack_buckets,
+    pack_note,
+    pack_step,
+)
 from paceline.monitor.resource_use import ResourceUse
 from paceline.world import messages
 from paceline.world.world import World
@@ -92,7 +103,7 @@ class EventFile:
     ) -> None:
         """`meter` is called by the thread: to open NVML takes its time, which no step should wait for."""
         self._meter, self._every_s, self._most = meter, every_s, most_waiting
-        self._queue: collections.deque[StepRecord | bytes] = collections.deque()
+        self._queue: collections.deque[StepRecord | BucketsRecord | bytes] = collections.deque()
         self.dropped = 0
         self._told_dropped = 0
         self._last: tuple[int, int, int] = (0, 0, 0)
@@ -107,7 +118,7 @@ class EventFile:
         self._thread = threading.Thread(target=self._run, name="paceline events", daemon=True)
         self._thread.start()
 
-    def add(self, record: StepRecord | bytes) -> None:
+    def add(self, record: StepRecord | BucketsRecord | bytes) -> None:
         if len(self._queue) < self._most:
             self._queue.append(record)
         else:
@@ -133,7 +144,7 @@ class EventFile:
         if not taken:
             return
         use = meter.read()
-        packed = [one if isinstance(one, bytes) else pack_step(one, use) for one in taken]
+        packed = [_packed(one, use) for one in taken]
         steps = [one for one in taken if isinstance(one, StepRecord)]
         if steps:
             self._last = steps[-1].rank, steps[-1].generation, steps[-1].step
@@ -184,6 +195,9 @@ class Recorder:
                 *self._slow_peer(),
             )
         )
+        if timing.left_at:
+            rank = workers.world.rank
+            self._file.add(BucketsRecord(rank, generation or 0, training.step, timing.began, timing.left_at))
 
     def _slow_peer(self) -> tuple[int, float]:
         """Whose messages this worker has waited for longest in the step, and how much longer than for the others'."""
@@ -220,6 +234,12 @@ def record_steps(
         )
         return None
     return Recorder(file, workers, training)
+
+
+def _packed(record: StepRecord | BucketsRecord | bytes, use: Use) -> bytes:
+    if isinstance(record, StepRecord):
+        return pack_step(record, use)
+    return pack_buckets(record) if isinstance(record, BucketsRecord) else record
 
 
 def _header(about: Mapping[str, Any]) -> bytes:

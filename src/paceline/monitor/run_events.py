@@ -25,11 +25,22 @@ import numpy.typing as npt
 
 from paceline.errors import DataError
 from paceline.input_file import cause_of, one_line, open_input, parse_json
-from paceline.monitor.events import DTYPE, FOLDER, FORMAT, LONGEST_HEADER, RECORD_BYTES, VERSION, Kind, text_of
+from paceline.monitor.events import (
+    BUCKETS_DTYPE,
+    DTYPE,
+    FOLDER,
+    FORMAT,
+    LONGEST_HEADER,
+    RECORD_BYTES,
+    VERSION,
+    Kind,
+    text_of,
+    told_of,
+)
 
 _NAME = re.compile(r"worker-(\d+)\.(\d+)")
-_RECORD = np.dtype(DTYPE)
-assert _RECORD.itemsize == RECORD_BYTES
+_RECORD, _OF_BUCKETS = np.dtype(DTYPE), np.dtype(BUCKETS_DTYPE)
+assert _RECORD.itemsize == _OF_BUCKETS.itemsize == RECORD_BYTES
 MOST_S = 1e10
 """No clock shows more, and no step lasts longer: 300 years."""
 MOST_BYTES = 2.0**60
@@ -60,6 +71,7 @@ class WorkerFile:
     path: Path
     header: dict[str, Any]
     steps: Records
+    buckets: Records
     notes: list[tuple[float, int, str, bool]]  # time, step, text, whether it is about the job
     has_ended: bool
     cut_bytes: int  # of a record that was being written
@@ -80,6 +92,8 @@ class RunEvents:
 
     folder: Path
     workers: dict[int, Records]
+    buckets: dict[int, list[Records]]
+    """When buckets left each worker, by the files of its processes: of all steps, those that don't count too."""
     notes: list[Note]
     headers: dict[int, dict[str, Any]]
     has_ended: bool
@@ -96,6 +110,7 @@ def read_run(folder: Path, recent: int | None = None) -> RunEvents:
     files, problems = _files_of(folder, recent)
     _align(files)
     workers: dict[int, Records] = {}
+    buckets: dict[int, list[Records]] = {}
     for file in sorted(files, key=lambda one: one.began):
         steps = file.steps.copy()
         for name in ("began", "arrived", "voted"):
@@ -103,10 +118,14 @@ def read_run(folder: Path, recent: int | None = None) -> RunEvents:
         _supersede(workers, file)
         before = workers.get(file.worker)
         workers[file.worker] = steps if before is None else _joined(before, steps)
+        left = file.buckets.copy()
+        left["began"] += file.offset
+        buckets.setdefault(file.worker, []).append(left)
     newest = {file.worker: file for file in sorted(files, key=lambda one: one.began)}
     return RunEvents(
         folder,
         dict(sorted(workers.items())),
+        buckets,
         _notes_of(files),
         {worker: file.header for worker, file in sorted(newest.items())},
         has_ended=all(file.has_ended for file in newest.values()),
@@ -168,12 +187,13 @@ def read_file(path: Path, recent: int | None = None) -> WorkerFile:
     records = records[_between(records["began"], MOST_S) & (records["step"] < MOST_STEPS)]
     steps = records[records["kind"] == Kind.STEP]
     steps = _in_order(steps[_sane(steps)])
+    buckets = records[records["kind"] == Kind.BUCKETS].view(_OF_BUCKETS)
     notes = [
         (float(one["began"]), int(one["step"]), one_line(text_of(one.tobytes())), bool(one["kind"] == Kind.JOB))
         for one in records[np.isin(records["kind"], (Kind.NOTE, Kind.JOB))]
     ]
     ended = bool((records["kind"] == Kind.END).any())
-    return WorkerFile(path, header, steps, notes, ended, len(data) - whole)
+    return WorkerFile(path, header, steps, buckets, notes, ended, len(data) - whole)
 
 
 def _sane(steps: Records) -> npt.NDArray[np.bool_]:
@@ -231,6 +251,26 @@ def _joined(before: Records, after: Records) -> Records:
     if len(after):
         before = before[before["step"] < after["step"][0]]
     return np.concatenate([before, after])
+
+
+def left_at(run: RunEvents, worker: int, steps: Records) -> npt.NDArray[np.float64]:
+    """(step, bucket): when each bucket left in the worker's `steps`, of the run's time; NaN: not known."""
+    files = run.buckets.get(worker, [])
+    found = np.concatenate(files) if files else np.zeros(0, dtype=_OF_BUCKETS)
+    found = found[(found["step"] >= steps["step"].min(initial=0)) & (found["step"] <= steps["step"].max(initial=0))]
+    at = np.searchsorted(steps["step"], found["step"])
+    same = np.zeros(len(found), dtype=bool)
+    inside = at < len(steps)
+    # What was done again has records of both attempts: the one counts that began when the step's own record says so.
+    same[inside] = steps["began"][at[inside]] == found["began"][inside]
+    found, at = found[same], at[same]
+    table = np.full((len(steps), int(found["of"].max(initial=0))), np.nan)
+    after = found["after_s"].astype(np.float64)
+    after[~_between(after, MOST_S)] = np.nan
+    for of in np.unique(found["of"]):
+        rows, told = found["of"] == of, told_of(int(of))
+        table[np.ix_(at[rows], told)] = found["began"][rows, None] + after[rows][:, : len(told)]
+    return table
 
 
 def shares(steps: Records, of: Share) -> npt.NDArray[np.float64]:

@@ -71,6 +71,7 @@ class GradientBuckets:
         self._observed_order: list[int] | None = [] if rebuilds else None
         self._plan: SumPlan | None = None
         self.left_during_backward, self.first_left = 0, 0.0
+        self.left_at: list[float] = []
         self.lane_checks: dict[int, int] | None = None  # of each lane's gradients, where they are wanted
         self._set_buckets(expected_order(len(self.parameters)))
 
@@ -82,7 +83,7 @@ class GradientBuckets:
             parameter.grad = None
         self.used = [False] * len(self.parameters)
         self._next = 0
-        self.left_during_backward = 0
+        self.left_during_backward, self.left_at = 0, [0.0] * len(self.sums)
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
         """Put the lane's gradients so far back into `.grad`; with `last`, buckets may leave as they fill."""
@@ -259,6 +260,7 @@ class GradientBuckets:
     def _let_leave(self, number: int) -> None:
         sums = self.sums[number]
         nodes, sums.nodes = sums.nodes, {}
+        self.left_at[number] = time.perf_counter()
         self._leave(number, nodes)
         self._next = number + 1
 
@@ -339,6 +341,10 @@ class InBuckets(StrategyBase):
     @property
     def first_left(self) -> float:
         return self._buckets.first_left
+
+    @property
+    def left_at(self) -> Sequence[float]:
+        return self._buckets.left_at
 
     @property
     def lane_checks(self) -> Mapping[int, int] | None:

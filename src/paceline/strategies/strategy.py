@@ -112,6 +112,11 @@ class Strategy(Protocol):
         ...
 
     @property
+    def left_at(self) -> Sequence[float]:
+        """When each bucket of this step left, likewise; of a bucket that leaves lane by lane, with the last lane."""
+        ...
+
+    @property
     def lane_checks(self) -> Mapping[int, int] | None:
         """By lane, a sum over the bits of its gradient, of a step in which lanes are watched; None: they are not."""
         ...
@@ -250,6 +255,10 @@ class StrategyBase:
     @property
     def first_left(self) -> float:
         return 0.0
+
+    @property
+    def left_at(self) -> Sequence[float]:
+        return ()
 
     @property
     def lane_checks(self) -> Mapping[int, int] | None:

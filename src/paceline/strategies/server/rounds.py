@@ -141,6 +141,10 @@ class PushedRounds(StrategyBase):
     def first_left(self) -> float:
         return self._buckets.first_left
 
+    @property
+    def left_at(self) -> Sequence[float]:
+        return self._buckets.left_at
+
     def agreement(self, round: int) -> Agreement:
         if not self._clock.deterministic:
             return Agreement.NEVER
