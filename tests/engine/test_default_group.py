@@ -20,6 +20,7 @@ from paceline.errors import ConfigError, LoopError
 from paceline.torch_compat import HashStore
 from paceline.world.world import World
 from tests.faults.elastic_jobs import check_unharmed, run_elastic
+from tests.faults.jobs import run_job
 from tests.workers import Result, free_port, run_workers
 
 
@@ -266,6 +267,46 @@ def test_sync_batch_norm_is_refused_where_bits_would_depend_on_workers(reduction
             return
         with pytest.raises(ConfigError, match=r"1 is a SyncBatchNorm.*BatchNorm"):
             engine.prepare(model, optimizer)
+
+
+BETWEEN_EPOCHS = """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
+engine = paceline.Engine()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = DataLoader(TensorDataset(torch.randn(640, 4), torch.randn(640, 1)), batch_size=4)
+model, optimizer, loader = engine.prepare(model, optimizer, data)
+for epoch in range(3):  # a joiner runs the bodies of the epochs that are over, and what stands between them
+    for x, y in loader:
+        engine.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    engine.print("epoch", epoch, "workers", int(count))
+engine.print("weights", engine.weights_hash())
+"""
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_a_worker_that_joins_is_alone_in_the_group_until_then(tmp_path: Path, backend: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BETWEEN_EPOCHS)
+    found = []
+    for name, faults in (("undisturbed", None), ("killed", "kill:rank=1,step=25,phase=backward")):
+        (tmp_path / name).mkdir()
+        flags = f"--workers 2 --lanes 8 --elastic --backend {backend}"
+        job = run_job(tmp_path / name, flags, faults=faults, script=script)
+        assert job.code == 0, job.text
+        found.append(job.out.split("weights ")[-1].split()[0])
+    assert found[0] == found[1]
+    assert "worker 1 is back" in job.err, job.text
+    assert "WorldError" not in job.err, job.text
+    assert "epoch 2 workers 2" in job.out, job.text
 
 
 @pytest.mark.job

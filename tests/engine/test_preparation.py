@@ -94,7 +94,7 @@ def test_of_several_loaders_the_first_that_is_not_in_plain_order_trains(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         _, _, *back = engine.prepare(model, optimizer, *(make() for make in loaders))
     assert [isinstance(loader, PreparedLoader) for loader in back] == [at == trains for at in range(len(loaders))]
-    assert f"(in loader {trains + 1} of {len(loaders)})" in capsys.readouterr().out
+    assert f"(trains on loader {trains + 1} of {len(loaders)})" in capsys.readouterr().out
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -207,7 +207,8 @@ def test_where_it_may_be_as_many_epochs_the_epochs_are_told(capsys: pytest.Captu
 
     with Engine(lanes=4) as engine:
         prepares("CosineAnnealingLR", engine, asked)
-    assert "the CosineAnnealingLR is made for 180 steps, 12 epochs\n" in capsys.readouterr().out
+    told = "the CosineAnnealingLR is made for 180 steps, 12 epochs of 15. That is also 3 × len(loader), which counts"
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -314,3 +315,16 @@ def test_a_schedule_over_steps_times_processes_is_spoken_of() -> None:
         first, *_ = run_workers(scheduled, 2, asks=asks, steps=steps)
         assert first.error is None, first.traceback
         assert ("over 246 steps" in first.value and "if that is 123 × engine.num_processes" in first.value) == told
+
+
+@pytest.mark.parametrize(("seed", "told"), [(42, True), (7, False), (2**40, False)])
+def test_a_seed_that_was_set_before_the_engine_is_spoken_of(
+    seed: int, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(seed)
+    with Engine(seed=7):
+        drawn = torch.randn(3)
+    torch.manual_seed(seed + 1)
+    with Engine(seed=7):
+        assert torch.equal(torch.randn(3), drawn)  # it has no effect
+    assert (f"torch's seed {seed}, set before Engine(), gives way to Engine(seed=7)" in capsys.readouterr().out) == told

@@ -203,7 +203,8 @@ def test_killing_the_fork_server_ends_the_job_with_its_grandchildren(launch: Sta
     fork_server.kill()
     finished = started.finish()
     assert finished.code == 137
-    assert finished.err == "paceline: the process that workers are forked from was killed by SIGKILL\n"
+    told = "was killed by SIGKILL, and all of them with it: start the job again"
+    assert finished.err == f"paceline: the process that workers are forked from {told}\n"
     assert alive([worker.pid for worker in workers]) == []
     in_their_group = [pid for pid in grandchildren if pid in alive(grandchildren)]
     for pid in in_their_group:  # those that left the group on purpose had only the fork server to find them

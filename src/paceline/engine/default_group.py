@@ -8,7 +8,8 @@ The group has connections of its own, so a script's collectives and the engine's
 are made with the first collective that is asked for: a script without any pays nothing for them, nor does a recovery.
 
 In an elastic job the group ends with its generation: a collective that waits for a lost worker raises (it can't be
-tried again, since only the script knows what it was for), and the recovery makes the group of the next one.
+tried again, since only the script knows what it was for), and the recovery makes the group of the next one. A worker
+that has yet to join is alone in it, as in `engine.world`: what its script runs between its loops returns at once.
 """
 
 from __future__ import annotations
@@ -179,7 +180,9 @@ class DefaultGroup:
         if dist.is_initialized():  # the script has made one in place of ours
             self._has_own = False
             return
-        place = HashStore() if store is None else PrefixStore("default group", store)
+        # One without others meets none: not in a store either, which may be of a generation that is over when a script
+        # that joins an elastic job comes to its first collective.
+        place = HashStore() if store is None or world.size == 1 else PrefixStore("default group", store)
         group = JobGroup(world, place, self._backend, self._connect, self._check)
         self._group = group
         if LAZY_BACKEND.upper() not in dist.Backend._plugins:

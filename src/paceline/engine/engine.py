@@ -197,9 +197,19 @@ class Engine(AccelerateNames):
         torch.set_num_threads(self.config.threads)
         if reduction == "exact":
             make_deterministic(self.device.type)
+        self._tell_seed_replaced()
         seed_everything(mix(self.config.seed, "start"))
         self._closed = False
         atexit.register(self._close_at_exit)
+
+    def _tell_seed_replaced(self) -> None:
+        """A script that has seeded torch before us would draw other data than it means to, and see no reason."""
+        found = torch.initial_seed()
+        if found < 2**32 and found != self.config.seed:  # set by hand: torch's own choices, and ours, are larger
+            self._note(
+                f"paceline: torch's seed {found}, set before Engine(), gives way to Engine(seed={self.config.seed}). "
+                "For data and splits that the script draws itself set it after Engine()"
+            )
 
     def _put_together(self, opinion: SecondOpinion | None, record_folder: Path | None) -> None:
         config, group = self.config, self._group

@@ -121,16 +121,22 @@ class PreparedLoader:
         items, steps = self.source.own_items, self.source.steps
         if items is None or steps is None:
             raise TypeError(f"a {type(self.dataset).__name__} without __len__ gives a loader without length")
-        if not self.was_measured and (lanes := self._config.lanes) > (
-            workers := self._group.world.size // self._config.mesh.cp
-        ):
+        if not self.was_measured:
+            self._tell_length(items, steps)
+        self.was_measured = True
+        return items
+
+    def _tell_length(self, items: int, steps: int) -> None:
+        lanes, workers = self._config.lanes, self._group.world.size // self._config.mesh.cp
+        alone = "A mean over it is this worker's alone; engine.mean() is all workers'"
+        if lanes > workers:
             self._group.note(
                 f"paceline: len(loader) is {items} on this worker, how often the loop's body runs, as {lanes} lanes "
                 f"are on {counted(workers, 'worker')}; an epoch has {steps} steps on any number of workers: "
-                "engine.steps_per_epoch(loader). A mean over it is this worker's alone; engine.mean() is all workers'"
+                f"engine.steps_per_epoch(loader). {alone}"
             )
-        self.was_measured = True
-        return items
+        elif workers > 1:
+            self._group.note(f"paceline: len(loader) is {items} on each of {workers} workers. {alone}")
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 

@@ -310,7 +310,7 @@ class Preparation:
         loaders = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader)]
         which = ""
         if place is not None and len(loaders) > 1:
-            which = f" (in loader {loaders.index(place) + 1} of {len(loaders)})"
+            which = f" (trains on loader {loaders.index(place) + 1} of {len(loaders)})"
         return tuple(self._prepared(thing, which if at == place else None) for at, thing in enumerate(objects))
 
     def _adopt(self, thing: Any) -> None:
@@ -605,7 +605,11 @@ class Preparation:
                 if found is None:
                     continue
                 if self._objects.steps_were_asked and found.whole % steps == 0:  # then it may be as many epochs
-                    self._group.note(f"paceline: the {found.kind} {found.counts}, {found.whole // steps} epochs")
+                    self._group.note(
+                        f"paceline: the {found.kind} {found.counts}, {found.whole // steps} epochs of {steps}. That is "
+                        f"also {found.seen}, which counts {counted}: if you train other epochs, make it for "
+                        "engine.steps_per_epoch(loader) times these"
+                    )
                     continue
                 text = found.told(steps, counted, if_meant)
                 if length >= NO_COINCIDENCE:

@@ -301,7 +301,8 @@ class MultipleOfLength:
         return (
             f"the {self.kind} {self.counts}, {self.seen}, but len(loader) counts {counted}, and an epoch has {steps} "
             "steps: it would not follow the training. Count in engine.steps_per_epoch(loader), times the epochs: it is "
-            f"the same at any number of workers, and with any accumulate=; if {self.whole} steps are meant, {if_meant}"
+            "the same at any number of workers, and with any accumulate= (count a warm-up in steps too); if "
+            f"{self.whole} steps are meant, {if_meant}"
         )
 
 

@@ -229,7 +229,8 @@ class Supervisor:
         status = await fork_server.wait(LAST_MOMENT_S)
         if status is not None and status < 0:
             number = -status
-            return f"the process that workers are forked from was killed by {signal_name(number)}", 128 + number
+            what = "the process that workers are forked from was killed by"
+            return f"{what} {signal_name(number)}, and all of them with it: start the job again", 128 + number
         return f"the process that imports torch for the workers ended with code {status}; its error is above", 1
 
     async def _report_activity(self, decider: Decider) -> None:

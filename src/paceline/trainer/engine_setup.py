@@ -29,7 +29,7 @@ from paceline.mesh.mesh import Mesh
 from paceline.strategies.fsdp.fsdp import FsdpConfig
 from paceline.strategies.fsdp.hybrid import HybridConfig
 from paceline.trainer.training_arguments import StrategyChoice, TrainingArguments
-from paceline.world.determinism import mix
+from paceline.world.determinism import mix, seed_everything
 from paceline.world.world import TcpRendezvous
 
 DEFAULT_SEED = 42
@@ -40,6 +40,7 @@ def build_engine(arguments: TrainingArguments, model: nn.Module | None = None, *
     """For this model, where it is known: one without blocks may know by itself how to checkpoint activations."""
     world, choice = arguments.world, arguments.choice
     _allow_tf32(arguments)
+    seed_everything(start_seed(arguments))  # as the Engine does, which would speak of a seed that was set before it
     engine = Engine(
         world=world,
         lanes=lanes or arguments.lanes,
