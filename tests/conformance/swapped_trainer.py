@@ -57,10 +57,10 @@ class ToTransformers(logging.Handler):
 def hand_on_messages() -> None:
     plain = messages.warn
 
-    def warn(text: str, *, stacklevel: int) -> None:
+    def warn(text: str) -> None:
         for module in (transformers.trainer, transformers.trainer_callback):
             module.logger.warning(text)
-        plain(text, stacklevel=stacklevel + 1)
+        plain(text)
 
     messages.warn = warn
     logging.getLogger(messages.NAME).addHandler(ToTransformers())

@@ -414,7 +414,7 @@ NOTES = """
 import warnings
 from paceline.world import messages
 messages.logger("engine").info("paceline: a note")
-messages.warn("a warning", stacklevel=1)
+messages.warn("a warning")
 print("the script's", flush=True)
 """
 

@@ -107,9 +107,9 @@ def test_a_handler_of_ones_own_gets_them_instead(
 def test_from_error_on_there_are_no_warnings_either() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        messages.warn("first", stacklevel=1)
+        messages.warn("first")
         TOP.setLevel(logging.ERROR)
-        messages.warn("second", stacklevel=1)
+        messages.warn("second")
     assert [str(one.message) for one in seen] == ["first"]
     assert seen[0].filename == __file__
 

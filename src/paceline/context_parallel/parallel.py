@@ -124,8 +124,7 @@ class ContextParallel:
         if without <= tolerance / 10:
             messages.warn(
                 "context parallel: tokens have no visible effect on others in this model as it is now, so it could not "
-                "be checked that its attention is over the group (are its output projections zero?)",
-                stacklevel=3,
+                "be checked that its attention is over the group (are its output projections zero?)"
             )
         return Checked(error, without)
 

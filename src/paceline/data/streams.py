@@ -381,6 +381,5 @@ class StreamLoader:
             lacks = "a shuffle buffer outside its state" if hasattr(self.dataset, "state_dict") else "no state_dict()"
             messages.warn(
                 f"the stream {type(self.dataset).__name__} has {lacks}: to go on, up to {max(again):,} samples "
-                "are read again and dropped, and it goes on exactly only if it gives the same samples again",
-                stacklevel=4,
+                "are read again and dropped, and it goes on exactly only if it gives the same samples again"
             )

@@ -96,8 +96,7 @@ class BodyGenerators:
                 messages.warn(
                     f"the loop's body draws from a random generator of its own ({name}): what an item gets depends on "
                     "the items that its worker had before it, and so on the number of workers. Draw from torch, numpy "
-                    "or random without a generator, which are seeded for every item, or seed yours anew in every item",
-                    stacklevel=7,
+                    "or random without a generator, which are seeded for every item, or seed yours anew in every item"
                 )
 
     def _of_numpy_and_random(self) -> list[object]:

@@ -16,7 +16,6 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -30,6 +29,7 @@ from paceline.engine.group import Group
 from paceline.engine.step import TrainStep
 from paceline.errors import ConfigError, GenerationEnded, LoopError, PeerLostError
 from paceline.torch_compat import Store
+from paceline.world.script_line import place_of
 
 Operation = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")
@@ -143,8 +143,7 @@ def check_boundary(step: TrainStep | None, name: str) -> None:
     """Raise unless the caller's caller may call `engine.<name>()` here."""
     if step is None:
         return
-    frame = sys._getframe(2)
-    caller = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    caller = place_of(sys._getframe(2))
     if step.broken:
         raise LoopError(
             f"engine.{name}() at {caller}: {step.broken}; end a loop early with engine.stop(). Half a step "

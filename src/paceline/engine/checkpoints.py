@@ -297,7 +297,7 @@ class Checkpoints:
             return
         newest = next((path.name for path in all_checkpoints(self.folder)), None)
         left = "there is none before it" if newest is None else f"the newest is {newest}"
-        messages.warn(f"{text}. The training goes on; {left}", stacklevel=3)
+        messages.warn(f"{text}. The training goes on; {left}")
 
 
 @dataclass(frozen=True)

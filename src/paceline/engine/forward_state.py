@@ -233,15 +233,13 @@ class ForwardState:
                 messages.warn(
                     f"the number {where!r} of {kind} is changed in the loop's body inside a step, so once per item of "
                     "this worker, and a step has others on another number of workers. If the model's results depend "
-                    "on it, change it where engine.stepped is true, or set it from engine.step",
-                    stacklevel=7,
+                    "on it, change it where engine.stepped is true, or set it from engine.step"
                 )
             elif all(values[at] != values[at + 1] for at in range(0, 2 * ITEMS, 2)):
                 messages.warn(
                     f"forward of {kind} changes the number {where!r}: it counts this worker's items, of which a step "
                     "has others on another number of workers. If the model's results depend on it, set it from "
-                    "engine.step, or make it a buffer",
-                    stacklevel=7,
+                    "engine.step, or make it a buffer"
                 )
         self._numbers.clear()
 

@@ -357,8 +357,7 @@ class PreparedLoader:
             messages.warn(
                 "the optimizer or scheduler has made steps before this job, but the data begin with epoch 0, whose "
                 "samples and random numbers come again; call loader.set_epoch(epoch) before the loop, or go on with "
-                "engine.save_state() and engine.load_state()",
-                stacklevel=3,
+                "engine.save_state() and engine.load_state()"
             )
         if self.source.digest is not None:
             check_same_order(boundary.told(self.source.digest))

@@ -59,8 +59,7 @@ class FactorOfLoss:
                 f"the loss of every item is {how} by {number}, which is {what}: engine.backward() takes the mean over "
                 f"micro-batches, lanes and workers by itself, and the gradient would be {wrong}. Give it the mean over "
                 "the item's samples alone, or over its tokens with weight= their number; if the number is a weight of "
-                "the loss, it is right as it is",
-                stacklevel=4,
+                "the loss, it is right as it is"
             )
         return self._steps < STEPS_OF_LOSSES
 

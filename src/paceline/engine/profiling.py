@@ -121,7 +121,7 @@ class Profile:
             profiler.export_chrome_trace(str(path))
             self.trace = path
         except OSError as error:  # what is trained is worth more
-            messages.warn(f"engine.profile() can't write {path}: {cause_of(error)}", stacklevel=1)
+            messages.warn(f"engine.profile() can't write {path}: {cause_of(error)}")
         if self._at and self._engine.is_main_process:
             self._engine.show_table(*self._table(profiler.key_averages()))
 

@@ -192,7 +192,7 @@ def item_of_mean(item: WorkItem | None, name: str, *, sent: bool) -> WorkItem:
     return item
 
 
-def must_leave_out(reports: Sequence[LaneReport], rule: OnNonFinite, step: int, told: str, stacklevel: int) -> bool:
+def must_leave_out(reports: Sequence[LaneReport], rule: OnNonFinite, step: int, told: str) -> bool:
     """Whether a loss that is not finite takes them out, `told` in a warning; or it stops training."""
     bad = next((report for report in reports if not report.finite), None)
     if bad is None or rule == "continue":
@@ -203,7 +203,7 @@ def must_leave_out(reports: Sequence[LaneReport], rule: OnNonFinite, step: int, 
             f"{what}; training stops before the weights are touched "
             "(on_nonfinite='skip' leaves such steps out, 'continue' applies them)"
         )
-    messages.warn(f"{what}; {told}", stacklevel=stacklevel)
+    messages.warn(f"{what}; {told}")
     return True
 
 

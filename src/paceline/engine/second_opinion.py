@@ -110,7 +110,7 @@ class ComparedPasses(OnePass):
             text = f"worker {worker} computed lane {lane} of step {step} otherwise than two other passes did"
             if worker == rank and len(holders) > 1:
                 raise ReplicaError(f"{text}: its processor or its memory is not to be trusted")
-            messages.warn(f"{text}; their result is used", stacklevel=6)
+            messages.warn(f"{text}; their result is used")
         self.again = verdict.again
         if not verdict.again:
             self.opinion.forget()

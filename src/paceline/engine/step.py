@@ -604,7 +604,7 @@ class TrainStep:
     def _leaves_lane_out(self, report: LaneReport) -> bool:
         """Where lanes are apart, a gradient may be applied as soon as it leaves: a loss is judged before that."""
         why = "the lane is left out of the step"
-        report.left_out = rules.must_leave_out([report], self._config.on_nonfinite, self.step, why, 7)
+        report.left_out = rules.must_leave_out([report], self._config.on_nonfinite, self.step, why)
         if report.left_out:
             report.weight = 0.0
         return report.left_out
@@ -705,9 +705,7 @@ class TrainStep:
         total = math.fsum(weight for _, weight in weights)
         # backward has divided by the samples, and multiplied by the loss scale
         scale = item.step_samples / total / loss_scale if total > 0 else 0.0
-        left_out = not self.now.lanes_apart and rules.must_leave_out(
-            reports, self._config.on_nonfinite, self.step, why, 7
-        )
+        left_out = not self.now.lanes_apart and rules.must_leave_out(reports, self._config.on_nonfinite, self.step, why)
         empty = agreed and (left_out or total == 0)
         return Tally(agreed, weights, item.step_samples, used, scale, empty, left_out, loss_scale)
 
@@ -715,7 +713,7 @@ class TrainStep:
         """Whether there is anything to apply."""
         now = self.now
         if tally.agreed and tally.scale == 0:
-            messages.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=6)
+            messages.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0")
         if self.loss_scale is not None and not tally.empty:
             now.overflowed = self.loss_scale.drops(active.keeps_finite(), self._config.on_nonfinite, self.step)
         now.empty = tally.empty or now.overflowed
@@ -773,7 +771,7 @@ class TrainStep:
             rules.check_gradients_untouched(now.gradient_versions, self.strategies.name_of)
         if now.items_without_step and not self.asks_for_last:
             self.asks_for_last = True  # said once
-            messages.warn(rules.accumulates_by_hand(self.step), stacklevel=3)
+            messages.warn(rules.accumulates_by_hand(self.step))
         return self._act(optimizer)
 
     def _act(self, optimizer: Optimizer) -> Any:
@@ -873,7 +871,7 @@ class TrainStep:
         if not item.shadow:
             why = "had an exception in" if now.of_item.failed else "was left without"
             text = f"lane {item.lane} of step {self.step + 1} {why} engine.backward(); it counts as empty"
-            messages.warn(text, stacklevel=5)
+            messages.warn(text)
         self._drop_gradients_of_others(active)
         self._ran(item)
         if self.now.phase is Phase.COLLECTED:

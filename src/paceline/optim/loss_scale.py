@@ -108,7 +108,7 @@ class MovingScale:
                 f"{what}; training stops before the weights are touched. Clip gradients or lower the learning rate, "
                 "train with precision='bf16', or leave such steps out with on_nonfinite='skip'"
             )
-        messages.warn(f"{what}; the step is skipped", stacklevel=6)
+        messages.warn(f"{what}; the step is skipped")
         return True
 
     def _grow(self) -> None:

@@ -123,6 +123,5 @@ class Reporters:
         if reporter in self._reporters:
             self._reporters.remove(reporter)
         messages.warn(
-            f"{reporter.name} stopped reporting: {type(error).__name__}: {error}; training continues without it",
-            stacklevel=3,
+            f"{reporter.name} stopped reporting: {type(error).__name__}: {error}; training continues without it"
         )

@@ -84,9 +84,7 @@ class Kubeflow:
             self._post(json.dumps({"trainerStatus": status}).encode())
         except (OSError, ValueError) as error:
             if not self._has_warned:
-                messages.warn(
-                    f"kubeflow's controller does not take an update: {error}; training continues", stacklevel=3
-                )
+                messages.warn(f"kubeflow's controller does not take an update: {error}; training continues")
             self._has_warned = True
 
     def _post(self, body: bytes) -> None:

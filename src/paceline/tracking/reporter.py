@@ -56,7 +56,7 @@ def known_id(file: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError) as error:
-        messages.warn(f"{file} can't be read, so a new run is started there: {cause_of(error)}", stacklevel=3)
+        messages.warn(f"{file} can't be read, so a new run is started there: {cause_of(error)}")
         return None
 
 

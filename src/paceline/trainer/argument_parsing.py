@@ -109,7 +109,7 @@ def _help(cls: type) -> argparse.ArgumentParser:
 
 
 def _checked(cls: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    given = todays_names(given, stacklevel=6)
+    given = todays_names(given)
     kinds = field_types(cls)
     check_names(given, kinds, where)
     try:
@@ -162,18 +162,18 @@ _GONE = {
 }
 
 
-def todays_names(given: Mapping[str, Any], *, stacklevel: int = 3) -> dict[str, Any]:
+def todays_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """The same arguments under today's names."""
     out: dict[str, Any] = {}
     for name, value in given.items():
         if name in _GONE:
-            messages.warn(f"{name} is gone and has no effect: {_GONE[name]}", stacklevel=stacklevel)
+            messages.warn(f"{name} is gone and has no effect: {_GONE[name]}")
         elif name in _RENAMED:
             new = _RENAMED[name]
             value = _VALUES.get(name, lambda same: same)(value)
             wins = not _says_something(new, given)
             taken = f"it is taken as {new}={value!r}" if wins else f"{new}={given[new]!r} is given too, and is taken"
-            messages.warn(f"{name} is called {new} now; {taken}", stacklevel=stacklevel)
+            messages.warn(f"{name} is called {new} now; {taken}")
             if value is not None and wins:
                 out[new] = value
         else:

@@ -158,9 +158,7 @@ class CallbackHandler:
     def add(self, callback: Any) -> None:
         made = callback() if isinstance(callback, type) else callback
         if any(type(made) is type(known) for known in self.callbacks):
-            messages.warn(
-                f"there is already a {type(made).__name__} among the callbacks; now there are two", stacklevel=3
-            )
+            messages.warn(f"there is already a {type(made).__name__} among the callbacks; now there are two")
         self.callbacks.append(made)
 
     def pop(self, callback: Any) -> Any:
@@ -216,9 +214,7 @@ class CallbackHandler:
                 for name, value in {**found.get("args", {}), **found.get("attributes", {})}.items():
                     setattr(callback, name, value)
         if missing := [name for name, saved in left.items() if saved]:
-            messages.warn(
-                f"the checkpoint has a state of {', '.join(missing)}, but there is no such callback now", stacklevel=2
-            )
+            messages.warn(f"the checkpoint has a state of {', '.join(missing)}, but there is no such callback now")
 
 
 def _is_one(known: Any, kind: type) -> bool:

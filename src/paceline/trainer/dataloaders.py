@@ -76,9 +76,7 @@ def eval_loader(
     if arguments.dataloader_drop_last and not is_stream(dataset) and (left_out := len(dataset) % size):
         if left_out == len(dataset):
             raise ConfigError(f"{name} has {left_out} samples, no batch of {size}, and dataloader_drop_last=True")
-        messages.warn(
-            f"dataloader_drop_last leaves the last {left_out} of {len(dataset):,} samples out of {name}", stacklevel=2
-        )
+        messages.warn(f"dataloader_drop_last leaves the last {left_out} of {len(dataset):,} samples out of {name}")
     return DataLoader(dataset, batch_size=size, sampler=sampler, **_options(arguments, collator, device))
 
 

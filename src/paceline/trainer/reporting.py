@@ -168,7 +168,7 @@ class FileAlone(NoReports):
         except OSError as error:
             self._is_writable = False
             path, why = self._folder / json_lines.FILE_NAME, error.strerror or error
-            messages.warn(f"{path} can't be written any more: {why}", stacklevel=6)
+            messages.warn(f"{path} can't be written any more: {why}")
 
 
 class NoBar:

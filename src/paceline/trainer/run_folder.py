@@ -77,7 +77,7 @@ def read_json(arguments: TrainingArguments, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        messages.warn(f"{path} can't be read, so a new one is written: {input_file.cause_of(error)}", stacklevel=3)
+        messages.warn(f"{path} can't be read, so a new one is written: {input_file.cause_of(error)}")
         return {}
 
 

@@ -118,7 +118,7 @@ class Trainer:
         **old: Any,
     ) -> None:
         if "tokenizer" in old:
-            messages.warn("tokenizer= is called processing_class= now; it is taken as that", stacklevel=2)
+            messages.warn("tokenizer= is called processing_class= now; it is taken as that")
             processing_class = old.pop("tokenizer")
         check_names(old, list(Trainer.__init__.__annotations__), "Trainer")
         check_overrides(type(self), Trainer)
@@ -204,8 +204,7 @@ class Trainer:
             return factor
         messages.warn(
             f"Label smoothing is not compatible with multi-label classification: label_smoothing_factor={factor} is "
-            "left out, since a label is a number for each class, not one class to spread over the others",
-            stacklevel=3,
+            "left out, since a label is a number for each class, not one class to spread over the others"
         )
         return 0.0
 

@@ -14,6 +14,7 @@ the others
   waiting             long waits for others, reported to the supervisor
   hang_board          who has not come, where no supervisor of ours knows
   flight_recorder     torch's record of a worker's last collectives, for a wait that timed out
+  script_line         the line of the script that a warning, an error or a report of a wait names
   unauthenticated     limits for connections that have not proved the job's secret
 this process and its host
   determinism         what bits depend on besides the data, and how it is pinned

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from paceline.world import environment
+from paceline.world.script_line import frames_to_script
 from paceline.world.terminal import SummaryTable
 
 NAME = "paceline"
@@ -104,10 +105,15 @@ def show_table(table: SummaryTable, area: str) -> None:
     logger(area).info(table.plain().rstrip("\n"), extra={"table": table})
 
 
-def warn(text: str, *, stacklevel: int) -> None:
+def warn(text: str) -> None:
     """Python's warning, for what a line of the script leads to: it names the line, and filters of warnings know it."""
     if logging.getLogger(NAME).isEnabledFor(logging.WARNING):
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        caller = sys._getframe(1)
+        frame = frames_to_script(caller)[1] or caller
+        seen = frame.f_globals.setdefault("__warningregistry__", {})  # of that module, for filters such as "once"
+        module = frame.f_globals.get("__name__")
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        warnings.warn_explicit(text, UserWarning, file, line, module=module, registry=seen)
 
 
 def _set_up() -> None:

@@ -15,11 +15,9 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
@@ -28,6 +26,7 @@ from paceline.world import messages
 from paceline.world.control import Supervisor
 from paceline.world.flight_recorder import tell_flight_record
 from paceline.world.hang_board import HangBoard
+from paceline.world.script_line import frames_to_script, place_of
 
 LOOK_EVERY_S = 0.5
 REPORT_AFTER_S = 1.0
@@ -173,19 +172,8 @@ class WaitWatch:
 
 def waiting_call(innermost: FrameType | None) -> tuple[str, str]:
     """What a thread was asked to do by the script, and at which line of it; empty where that is not known."""
-    inside: list[FrameType] = []
-    for frame in _outwards(innermost):
-        if not frame.f_code.co_filename.startswith(_not_the_script()):
-            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            return _named(list(reversed(inside))), place
-        inside.append(frame)
-    return _named(list(reversed(inside))), ""
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    inside, script = frames_to_script(innermost)
+    return _named(list(reversed(inside))), "" if script is None else place_of(script)
 
 
 def _named(frames: list[FrameType]) -> str:
@@ -197,10 +185,3 @@ def _named(frames: list[FrameType]) -> str:
         if name.startswith("Engine."):
             return f"engine.{name.removeprefix('Engine.')}()"
     return f"{names[0]}()" if names else "a call"
-
-
-def _not_the_script() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    installed = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    ours = Path(__file__).parents[1]
-    return (f"{ours}/", "<frozen", *(f"{where}/" for path in installed for where in (path, Path(path).resolve())))

@@ -557,8 +557,7 @@ class GatheredUnit:
         if self.is_lost:
             messages.warn(
                 f"worker {rank}: the workers changed while the model was used between two steps; the weights of "
-                f"{name!r} can't be had before the next step, and are nan until then",
-                stacklevel=3,
+                f"{name!r} can't be had before the next step, and are nan until then"
             )
 
     def was_written(

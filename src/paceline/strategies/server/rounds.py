@@ -531,8 +531,7 @@ class UpdatesOnArrival(UpdatesOnServers):
         if self._clips is False:
             messages.warn(
                 "engine.clip_grad_norm_() was not called in the step before, so this step's gradients have left "
-                "unclipped; it counts from the next one on",
-                stacklevel=4,
+                "unclipped; it counts from the next one on"
             )
         self._max_norm = max_norm
         self._norm = max((self._norm_of(held) for held in self._held.values()), default=self._norm)
