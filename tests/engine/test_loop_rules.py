@@ -290,7 +290,7 @@ def test_step_before_backward_and_step_twice_are_errors() -> None:
                 optimizer.step()
     with Engine(lanes=1) as engine:
         model, optimizer, loader = prepared(engine)
-        with pytest.raises(LoopError, match="called twice in step 2"):
+        with pytest.raises(LoopError, match="called twice in step 1"):
             for x, y in loader:
                 engine.backward(F.mse_loss(model(x), y))
                 optimizer.step()

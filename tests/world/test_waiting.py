@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.world import waiting
+from paceline.world import script_line, waiting
 from paceline.world.control import NoSupervisor
 from paceline.world.waiting import Waiting, WaitWatch, waiting_call
 
@@ -53,7 +53,7 @@ class Engine:
 
 
 def test_a_wait_that_lasts_is_told_once_and_so_is_its_end(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_not_the_script", lambda: ("nothing",))
+    monkeypatch.setattr(script_line, "_not_the_script", lambda: ("nothing",))
     heard = Heard()
     watch = WaitWatch(heard, "worker 0")  # type: ignore[arg-type]
     Engine().barrier(lambda: "waits" in heard.kinds)
@@ -81,7 +81,7 @@ def test_without_a_supervisor_it_is_printed(quick: None, capfd: pytest.CaptureFi
 
 def test_the_call_is_named_as_the_script_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frames of this file stand for ours, and those of a script that is run in it for the script."""
-    monkeypatch.setattr(waiting, "_not_the_script", lambda: (__file__, threading.__file__))
+    monkeypatch.setattr(script_line, "_not_the_script", lambda: (__file__, threading.__file__))
     found: list[tuple[str, str]] = []
     script = compile("\n\nengine.barrier(look)", "/home/somebody/train.py", "exec")
 

@@ -148,7 +148,7 @@ class NoRecovery:
     is_elastic = False
     admitted = True  # not a worker that has yet to join the others
     changed = False  # the workers are others than those of this generation
-    before_update = True  # every worker can make the update alone: it is made when the step counts
+    before_update = True  # a step counts from its start: there is nothing to wait for
     loop = 0
     loop_is_over = left_early = False  # this worker has joined others that have just left their loop
     shard_checksum = NoShardChecksum()

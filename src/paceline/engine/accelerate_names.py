@@ -99,7 +99,7 @@ class AccelerateNames:
     def sync_gradients(self) -> bool:
         """Whether the item that the loop has is this worker's last of the step, with which the optimizer acts."""
         if (step := self._objects.step) is not None:
-            step.was_asked_for = step.asks_for_last = True
+            step.was_asked_for = step.checks.asks_for_last = True
         return self._ends_step
 
     @property

@@ -154,6 +154,7 @@ def check_boundary(step: TrainStep | None, name: str) -> None:
             f"engine.{name}() at {caller} was called inside step {step.step + 1}: workers have different numbers "
             "of items there, so it would hang; call it when engine.stepped is true, or use engine.mean() for values"
         )
+    step.is_seen_by(f"engine.{name}() at {caller}")
 
 
 class _Lost:

@@ -150,12 +150,12 @@ class PreparedLoader:
         if not self._enter():
             return
         early = True
-        self._open_record()
-        self._fetch()
-        step.timing.enter(Part.OTHER)
-        step.timing.begin()
-        self._group.loop = self
         try:
+            self._open_record()
+            self._fetch()
+            step.timing.enter(Part.OTHER)
+            step.timing.begin()
+            self._group.loop = self
             while (pair := self._next_pair()) is not None:
                 item, batch = pair
                 step.begin_item(item)
@@ -196,7 +196,7 @@ class PreparedLoader:
 
         Without an item: the loop was ended by `engine.stop()` or a signal.
         """
-        self._step.was_asked_for = self._step.asks_for_last = True
+        self._step.was_asked_for = self._step.checks.asks_for_last = True
         for _ in ("what is left of this epoch", "the next one"):
             if self._stepping is None:
                 self._stepping = iter(self)
@@ -230,7 +230,7 @@ class PreparedLoader:
                 self._group.recovery.loop_is_over = False
                 return None
             if ordered:
-                fault_point("data", self._step.step + 1)
+                fault_point("data", self._step.rounds + 1)
             pair = None
             with self._step.or_lost():
                 pair = next(self._items, None)
@@ -300,7 +300,8 @@ class PreparedLoader:
         for listener in self._group.after_step:
             listener()
         step.timing.begin()
-        self.write_record()
+        if self._record is not None:
+            self.write_record()
         self.source.commit(item)
         if in_updates:
             recovery.ends_updates(step.rounds)
@@ -441,11 +442,10 @@ class PreparedLoader:
 
         With a stream, each worker's state holds the places of its own lanes.
         """
-        item = self._step.now.item
-        acted = item is not None and item.last_of_step and not self._step.inside_step
-        if acted:
+        item = None if self._step.inside_step else self._step.item_done()
+        if item is not None:
             self.write_record()  # before the state is: what a job resumed from must be on record
-        return self.source.state_after(item if acted else None)
+        return self.source.state_after(item)
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
         """Go on from `state_dict()`; `changed` names what is accepted to be different from when it was made."""
@@ -496,7 +496,7 @@ class PreparedLoader:
         for item in self._handed_out:
             self._record.add(
                 MicroBatch(
-                    step=self._step.step + (not self._step.stepped),
+                    step=self._step.number,
                     epoch=item.epoch,
                     epoch_step=item.step,
                     lane=item.lane,

@@ -45,6 +45,7 @@ from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader
 from paceline.engine.memory_check import check_memory, cost_of_lanes
+from paceline.engine.once_per_step import check_is_free
 from paceline.engine.outside_modules import OutsideModules
 from paceline.engine.peer_checks import PeerChecks, SequencePeers
 from paceline.engine.replaying_source import ReplayingSource
@@ -75,7 +76,7 @@ from paceline.engine.sources import (
     undivided,
 )
 from paceline.engine.state import JobState
-from paceline.engine.step import NoPeers, NotCompiled, OnePass, TrainStep, check_is_free
+from paceline.engine.step import NoPeers, NotCompiled, OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import WeightsWatch
@@ -329,7 +330,7 @@ class Preparation:
                     counted = "the items of this worker's loop"
                     if_meant = "call engine.steps_per_epoch(loader) before prepare(): who knows it is not asked"
                     self._check_schedules([thing], own.loader, own.loader.source.steps, counted, if_meant)
-                own.step.adopt_scheduler(thing)
+                own.step.prepared.adopt_scheduler(thing)
         elif not isinstance(thing, DataLoader):
             raise ConfigError(
                 "engine.prepare() takes models, optimizers, schedulers, DataLoaders, datasets and a StepSource, "
@@ -391,9 +392,9 @@ class Preparation:
         if group.device.type == "cuda":
             own.causal_masks = CausalMasks(own.models)
         for optimizer in own.optimizers:
-            own.step.adopt(optimizer)
+            own.step.prepared.adopt(optimizer)
         for scheduler in own.schedulers:
-            own.step.adopt_scheduler(scheduler)
+            own.step.prepared.adopt_scheduler(scheduler)
 
     def _new_step(self, *parts: Any) -> TrainStep:
         folder = self._group.seat.settings.verify

@@ -1,6 +1,7 @@
-"""Rules of the loop that need nothing but a look: what people write in its body, refused with what to write instead.
+"""Rules of the loop: what people write in its body, refused with what to write instead.
 
-The table of all rules is docs/concepts/loop.md.
+Most need nothing but a look. Those that remember something from call to call are classes, and `BodyChecks` at the end
+has all of these that a step asks. The table of all rules is docs/concepts/loop.md.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -19,12 +20,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.data.sharded_sampler import WorkItem
+from paceline.engine.config import EngineConfig
+from paceline.engine.forward_state import ForwardState
+from paceline.engine.loss_factor import FactorOfLoss
 from paceline.engine.vote import WATCHED, HostReading, LaneReport, can_be_summed, sum_of_bits
 from paceline.errors import LoopError, NonFiniteLossError
 from paceline.input_file import one_line
 from paceline.optim.loss_scale import OnNonFinite
 from paceline.torch_compat import own_parameters, version_of
 from paceline.world import messages
+
+NameOf = Callable[[Parameter], str]
 
 
 class ItemFacts(Protocol):
@@ -149,6 +155,24 @@ def optimizer_of_closed_engine(strategy: str, precision: str) -> LoopError:
         f"this optimizer was prepared by an Engine that is closed, and its {kept}: it would go on from other numbers. "
         "Make a new optimizer of model.parameters(); to go on with the old one's state, call engine.save_state(folder) "
         "before close(), and load_state(folder) of the next Engine"
+    )
+
+
+def check_not_seen(call: str, step: int) -> None:
+    """Another optimizer of the step is to act; `call` has saved what would be half a step, or waited for workers."""
+    if call:
+        raise LoopError(
+            f"{call} came between two updates of step {step}: what was saved there is half a step, and if a worker is "
+            "lost the rest can't be done again. Call it before the loop asks for the next batch, when all optimizers "
+            "of the step have acted"
+        )
+
+
+def metric_missing(kind: str, step: int) -> LoopError:
+    return LoopError(
+        f"this worker's last item of step {step} was left without engine.backward(), and the {kind} that the loop's "
+        "body steps needs a value, which this worker has not made: the workers' learning rates would differ. Step it "
+        "between two steps, where engine.stepped is true, with engine.means or engine.reduce()"
     )
 
 
@@ -318,9 +342,7 @@ def multiple_of_length(scheduler: Any, length: int, steps: int, accumulate: int)
     return None
 
 
-def check_gradients_empty(
-    parameters: Sequence[Parameter], name_of: Callable[[Parameter], str], item: WorkItem, step: int
-) -> None:
+def check_gradients_empty(parameters: Sequence[Parameter], name_of: NameOf, item: WorkItem, step: int) -> None:
     """Before the first backward of an item: what `.grad` has is of torch's own, and is not divided as ours is.
 
     Zeros are no harm, as of `zero_grad(set_to_none=False)` after a backward that was only looked at; they are dropped,
@@ -339,11 +361,7 @@ def check_gradients_empty(
         parameter.grad = None
 
 
-def gradient_versions(parameters: Sequence[Parameter]) -> list[tuple[Parameter, int]]:
-    return [(p, version_of(p.grad)) for p in parameters if p.grad is not None]
-
-
-def check_gradients_untouched(versions: Sequence[tuple[Parameter, int]], name_of: Callable[[Parameter], str]) -> None:
+def check_gradients_untouched(versions: Sequence[tuple[Parameter, int]], name_of: NameOf) -> None:
     for parameter, version in versions:
         if parameter.grad is None or version_of(parameter.grad) != version:
             raise LoopError(
@@ -392,9 +410,7 @@ class ParameterPlaces:
     optimizer ──► parameter     module.weight ──► other   after load_state_dict(…, assign=True), model.layer.weight = …
     """
 
-    def __init__(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], name_of: Callable[[Parameter], str]
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], name_of: NameOf) -> None:
         """Where all stand that are trained."""
         trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         self._name_of = name_of
@@ -478,3 +494,107 @@ class WeightsInStep:
                     "Change weights, and averages of them, where engine.stepped is true; what forward itself changes "
                     "must be a buffer, of which every lane starts from the step's"
                 )
+
+
+@dataclass
+class SeenInStep:
+    """What `BodyChecks` has seen of a step; every step, and every attempt at it, begins with nothing."""
+
+    settings: list[tuple[str, float]] | None = None  # learning rates and their like
+    weights: list[list[HostReading]] = field(default_factory=list)  # in this worker's first and last item
+    gradients: list[tuple[Parameter, int]] = field(default_factory=list)  # with versions
+    items_without_step: int = 0  # before the last one: the body ran a backward and did not call optimizer.step()
+
+
+class BodyChecks:
+    """What the loop's body must not change inside a step: one method for each place of a step that looks.
+
+    begin_step        parameters stand where they stood in `prepare`
+    before_forward    what forward keeps from item to item begins to be noted, in the first items
+    loss              is not scaled by what backward counts by itself
+    after_forward     nothing of torch's own is in `.grad`; what forward has kept; the weights' bits
+    end_items         the weights' bits are what they were
+    gradient_is_final … and stays what it is until the update
+    settings          learning rates are what they were
+    before_update     both, and the body does not accumulate by itself
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
+        copies: Callable[[], Iterable[tuple[str, Tensor]]],
+        name_of: NameOf,
+    ) -> None:
+        """`copies` finds those of the models, by name."""
+        self._models, self._optimizers, self._name_of = models, optimizers, name_of
+        self._several_lanes = config.lanes > 1
+        self._places = ParameterPlaces(models, optimizers, name_of)
+        self._weights = WeightsInStep(copies)
+        self._beside = SchedulersBeside(optimizers, schedulers)
+        self._factor: FactorOfLoss | None = FactorOfLoss(config.accumulate, config.lanes)
+        looks = self._several_lanes and config.compile is None
+        self._forward_state: ForwardState | None = ForwardState(models) if looks else None
+        self.asks_for_last = False  # the body asks which item is the step's last, and so need not call step() in others
+
+    def regrouped(self, name_of: NameOf) -> None:
+        self._name_of, self._places = name_of, ParameterPlaces(self._models, self._optimizers, name_of)
+
+    def begin_step(self) -> None:
+        self._places.check()
+
+    def watch(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """These must not change between the items of a step."""
+        self._weights.watch(weights)
+
+    def before_forward(self, item: WorkItem) -> None:
+        if self._forward_state is not None:
+            self._forward_state.before(first_of_step=item.first_of_step)
+
+    def loss(self, item: WorkItem, loss: Tensor, workers: int, *, only_one: bool) -> None:
+        """`only_one`: the item has no other."""
+        if self._factor is not None and not (only_one and self._factor.look(loss, item, workers)):
+            self._factor = None
+
+    def after_forward(
+        self, item: WorkItem, seen: SeenInStep, empty: Sequence[Parameter], step: int, *, lanes_apart: bool
+    ) -> None:
+        """`empty`: parameters that must have no gradient yet."""
+        check_gradients_empty(empty, self._name_of, item, step)
+        if self._several_lanes and not lanes_apart and not (item.first_of_step and item.last_of_step):
+            self._weights.look(item, seen.weights)
+        if self._forward_state is not None:
+            self._forward_state.after()
+            if self._forward_state.is_done:
+                self._forward_state = None
+
+    def end_items(self, seen: SeenInStep, step: int) -> list[tuple[str, float]]:
+        """The settings with which the step is made: they are compared between workers."""
+        if seen.weights:
+            self._weights.check(seen.weights, step)
+        return learning_rates(self._optimizers)
+
+    def gradient_is_final(self, parameters: Sequence[Parameter], seen: SeenInStep) -> None:
+        seen.gradients = [(p, version_of(p.grad)) for p in parameters if p.grad is not None]
+
+    def settings(self, item: WorkItem | None, seen: SeenInStep, step: int) -> None:
+        now = learning_rates(self._optimizers)
+        if item is not None and not (item.first_of_step and item.last_of_step):
+            now += self._beside.counts()
+        if seen.settings is None:
+            seen.settings = now
+        check_learning_rates(seen.settings, now, step)
+
+    def before_update(self, seen: SeenInStep, step: int, *, is_first: bool) -> None:
+        """`is_first`: no other optimizer has acted in this step."""
+        if is_first:
+            check_gradients_untouched(seen.gradients, self._name_of)
+        if seen.items_without_step and not self.asks_for_last:
+            self.asks_for_last = True  # said once
+            messages.warn(accumulates_by_hand(step))
+
+    def close(self) -> None:
+        if self._forward_state is not None:
+            self._forward_state.close()

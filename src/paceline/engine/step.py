@@ -23,12 +23,10 @@ but no step. An *update* (0, 1, …) is one of several in a step, where the body
 
 from __future__ import annotations
 
-import copyreg
 import enum
 import math
 import threading
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -44,10 +42,9 @@ from paceline.data.sharded_sampler import WorkItem
 from paceline.elastic.faults import begin_step, fault_point, flips_due, ordered
 from paceline.engine import rules
 from paceline.engine.config import EngineConfig
-from paceline.engine.forward_state import ForwardState
 from paceline.engine.group import Group
 from paceline.engine.lane_buffers import LaneBuffers
-from paceline.engine.loss_factor import FactorOfLoss
+from paceline.engine.once_per_step import OncePerStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import (
@@ -68,7 +65,6 @@ from paceline.monitor.events import Part
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
-from paceline.torch_compat import SCALES_BY_ITSELF, WRAPPED_BY_SCHEDULER
 from paceline.world import messages
 from paceline.world.determinism import mix, seed_everything
 from paceline.world.waiting import waited
@@ -82,11 +78,8 @@ class Phase(enum.Enum):
     RAN = "the item's backward is done, others of the step follow"
     COLLECTED = "the step's gradient is there, no optimizer has acted"
     APPLIED = "an optimizer has acted"
-    LOST = "the workers have changed before the step counted: the loop gets its items again"
+    LOST = "before it counted the workers changed, or want it computed once more: the loop gets its items again"
 
-
-OF_TRAINING = "paceline_training"
-"""An attribute of a prepared optimizer's `step`: the `TrainStep` that it belongs to."""
 
 MOVES: dict[Phase, tuple[Phase, ...]] = {
     Phase.BETWEEN_STEPS: (Phase.ITEM,),
@@ -186,7 +179,7 @@ class ItemState:
 
 @dataclass
 class StepState:
-    """What a step knows until it ends; what the loop's calls leave on `TrainStep` itself, `lose` resets."""
+    """What a step knows until it ends; what the loop's calls leave on `TrainStep` itself, `lose` takes back."""
 
     phase: Phase = Phase.BETWEEN_STEPS
     item: WorkItem | None = None
@@ -201,10 +194,7 @@ class StepState:
     losses: list[tuple[ItemState, LaneReport, HostReading]] = field(default_factory=list)  # on their way to the host
     means: list[tuple[LaneReport, int, HostReading, float]] = field(default_factory=list)  # likewise
     left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
-    learning_rates: list[tuple[str, float]] | None = None
-    gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)
-    weights_seen: list[list[HostReading]] = field(default_factory=list)  # in this worker's first and last item
-    items_without_step: int = 0  # before the last one: the body ran a backward and did not call optimizer.step()
+    seen: rules.SeenInStep = field(default_factory=rules.SeenInStep)
     acted: set[int] = field(default_factory=set)  # optimizers
     empty: bool = False  # all workers leave it out: Σ weight was 0, or the loss was not finite and is skipped
     overflowed: bool = False  # the scaled gradient was not finite: no worker applies it
@@ -214,6 +204,7 @@ class StepState:
         False  # it counts, whatever happens to workers from now on; in a job that is not elastic from its start
     )
     counted: bool = False
+    seen_by: str = ""  # the call that looked at the job's state since some of the step's updates were made
     traffic_before: Traffic = field(default_factory=Traffic)
     was_asked_to_stop: bool = False  # before this step
     loss_scale: dict[str, Any] | None = None  # likewise
@@ -246,15 +237,6 @@ class StepState:
         report = self.reports[item.lane]
         so_far = report.weight, report.left_out, report.samples
         return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *so_far, loss_scale)
-
-
-def check_is_free(optimizer: Optimizer) -> None:
-    """That no other engine has it, and none has kept what its next step would go on from."""
-    training: TrainStep | None = getattr(optimizer.step, OF_TRAINING, None)
-    if training is not None and not training.is_closed:
-        raise rules.optimizer_of_open_engine()
-    if training is not None:
-        training.check_left_whole()
 
 
 class Means(dict[str, float]):
@@ -354,29 +336,23 @@ class TrainStep:
         self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
         self.buffers = LaneBuffers(models)
         self.voting = self._new_voting()
-        self._places = rules.ParameterPlaces(models, optimizers, strategies.name_of)
-        self._weights = rules.WeightsInStep(copies)
-        self._beside = rules.SchedulersBeside(optimizers, schedulers)
-        self._factor: FactorOfLoss | None = FactorOfLoss(config.accumulate, config.lanes)
-        self._forward_state = ForwardState(models) if config.lanes > 1 and config.compile is None else None
-        self._original_steps: dict[int, Callable[..., Any]] = {}
+        self.checks = rules.BodyChecks(config, models, optimizers, schedulers, copies, strategies.name_of)
+        self.prepared = OncePerStep(self, config)
         self.now = StepState()
         self.step = self.left_out_steps = 0
+        self.number = 1  # of the step that is under way, or of the last one
         self.update = 0
         self._rounds_before = 0  # the step that is under way
         self.stepped = False
         self._updating = self._in_body = False
-        self._stepped_in_body: set[int] = set()  # schedulers
-        self._kinds_of_schedulers: list[tuple[Any, type]] = []  # the class that each had
+        self._stepped_in_body: dict[int, bool] = {}  # schedulers, and whether they are given a metric
         self._clip: float | None = None
         self._norm: float | Tensor = math.nan
         self._mean_names: dict[int, str] = {}
         self.means = Means()
         self.stop_wanted = self.stop_agreed = False
         self.broken: str | None = None
-        self.is_closed = False
         self.was_asked_for = False  # by the script, which does not count the loop's items alone
-        self.asks_for_last = False  # the body asks which item is the step's last, and so need not call step() in others
         self.replayed: ReplayedSteps | None = None
         self.timing = Timing()
         self._traffic = Traffic(), Traffic()  # before the last step, and after it
@@ -425,6 +401,11 @@ class TrainStep:
         before, after = self._traffic
         return after - before
 
+    def is_seen_by(self, call: str) -> None:
+        """`call` looks at the job's state, or waits for all workers: no further optimizer can act in this step."""
+        if self.now.phase is Phase.APPLIED:
+            self.now.seen_by = call
+
     def item_done(self) -> WorkItem | None:
         """The item with which the step ends that the loop is in, if it has got so far."""
         item = self.now.item
@@ -466,28 +447,27 @@ class TrainStep:
             self.buffers.start_lane(item.lane)
             if self.now.lanes_apart:
                 self.strategy().start_lane(item.lane)
-        if self._forward_state is not None:
-            self._forward_state.before(first_of_step=item.first_of_step)
+        self.checks.before_forward(item)
         place = (item.epoch, item.step, item.lane, item.micro_batch, self.update)
         seed_everything(mix(self._config.seed, "model", *place))
 
     def _plan_lanes(self, item: WorkItem, optimizers: Sequence[Optimizer]) -> None:
         """The step begins, for an update by `optimizers`: who computes which of its lanes, and from which state."""
         if self.update == 0:
-            self._rounds_before = self.rounds
-        before, lowest, traffic_before = self._rounds_before, item.present[0], self._traffic_so_far()
-        self._places.check()
-        active, remade = self.strategies.of(optimizers)
-        plan, in_step = self.strategies.plan(item.present)
+            self._rounds_before, self.number = self.rounds, self.step + 1
+        before, traffic_before = self._rounds_before, self._traffic_so_far()
+        self.checks.begin_step()
+        active, made = self.strategies.of(optimizers)
+        plan = self.strategies.plan(item.present)
         self.active = active
         agreement = active.agreement(before)
         self.now = StepState(
             agreement=agreement,
             lanes_apart=active.lanes_apart or agreement is Agreement.NEVER,
-            lowest=lowest,
-            owner=next(worker for worker, lanes in enumerate(plan.holders) if lowest in lanes),
-            in_step=in_step,
-            holders=plan.holders,
+            lowest=plan.lowest,
+            owner=plan.owner,
+            in_step=plan.in_step,
+            holders=plan.sums.holders,
             traffic_before=traffic_before,
             was_asked_to_stop=self._stops.agreed,
             loss_scale=None if self.loss_scale is None else self.loss_scale.state_dict(),
@@ -496,29 +476,29 @@ class TrainStep:
         if ordered:
             self._begin_faults(active)
         self.now.watched = self.passes.watch(active, before)
-        active.start_step(before, plan)
-        if remade or not self.voting.watching:
-            self.voting.watch([(self.strategies.name_of(p), p) for p in active.replicas])
-            self._weights.watch(self._still_in_step(active))
+        active.start_step(before, plan.sums)
+        if made or not self.voting.watching:
+            self.voting.watch([(self.strategies.name_of(p), p) for p in self.strategies.replicas])
+            self.checks.watch(self._still_in_step(active))
 
     def _still_in_step(self, active: Strategy) -> list[tuple[str, Parameter]]:
         """Weights that no lane may change for the others: all that are whole here."""
         trained, parts = {id(p) for p in active.parameters}, {id(p) for p in active.frozen}
         others = [p for model in self.models for p in model.parameters() if id(p) not in trained | parts]
-        return [(repr(self.strategies.name_of(p)), p) for p in (*active.replicas, *others)]
+        return [(repr(self.strategies.name_of(p)), p) for p in (*self.strategies.replicas, *others)]
 
     # -- run items ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, *, last: bool) -> None:
         """`engine.backward`; with this worker's last item the step gets its gradient."""
         now = self.now
-        if now.phase is Phase.LOST:
+        if self._item_of_body() is not None and self._group.comm.is_over:
+            self.lose()  # the workers have changed: forward may have had zeros for weights
+        if self.now.phase is Phase.LOST:
             return
         item, weight = rules.check_backward(self._item_of_body(), loss, weight, now.of_item, self.step)
-        if self._factor is not None:
-            one_loss = last and now.of_item.before is None and not self.in_updates
-            if not (one_loss and self._factor.look(loss, item, self._group.among.size)):
-                self._factor = None
+        only_one = last and now.of_item.before is None and not (self._updating or self.update)
+        self.checks.loss(item, loss, self._group.among.size, only_one=only_one)
         if item.shadow:  # nothing comes of it
             weight = float(item.samples)
         else:
@@ -526,8 +506,6 @@ class TrainStep:
             weight = self._peers.weight(item) if weight is None else weight
         with self.or_lost():
             try:
-                if self._group.comm.is_over:
-                    raise GenerationEnded("the workers have changed")  # forward may have had zeros for weights
                 self._run_backward(item, loss, weight, last=last)
                 if last:
                     self._ran(item)
@@ -537,18 +515,15 @@ class TrainStep:
 
     def _run_backward(self, item: WorkItem, loss: Tensor, weight: float, *, last: bool) -> None:
         now, of_item, active, scale = self.now, self.now.of_item, self.strategy(), self._scale
+        may_have = item.shadow or of_item.before is not None or self._is_as_in_torch(item, weight)
+        empty = () if may_have else active.parameters  # of a gradient
+        self.checks.after_forward(item, now.seen, empty, self.step, lanes_apart=now.lanes_apart)
         if not item.shadow:
-            if of_item.before is None and not self._is_as_in_torch(item, weight):
-                rules.check_gradients_empty(active.parameters, self.strategies.name_of, item, self.step)
             report = now.report(item.lane)
             of_item.add(report, item, weight, last=last)
             now.losses.append((of_item, report, HostReading(loss)))
         if last:
             self._finish_forward(item)
-        if not (item.first_of_step and item.last_of_step) and self._config.lanes > 1 and not now.lanes_apart:
-            self._weights.look(item, now.weights_seen)
-        if self._forward_state is not None:
-            self._look_at_forward(self._forward_state)
         place = now.place(item, scale)
         self._fault_point("backward")
         self.timing.enter(Part.BACKWARD)
@@ -568,12 +543,6 @@ class TrainStep:
         """The item is all of the step, and its gradient is not scaled: one of torch's own adds up with it."""
         whole = item.first_of_step and item.last_of_step and weight == item.step_samples
         return whole and self._scale == 1.0 and self._group.among.size == 1
-
-    def _look_at_forward(self, state: ForwardState) -> None:
-        """What it has kept, in this worker's first items."""
-        state.after()
-        if state.is_done:
-            self._forward_state = None
 
     def _drop_gradients_of_others(self, active: Strategy) -> None:
         """A loss may reach parameters of an optimizer that is not being updated; those gradients are nobody's."""
@@ -658,22 +627,22 @@ class TrainStep:
             active.end_step()
             return False
         self._judge(active, tally)
-        self._finish_buffers(changed)
-        if self._mean_names:
-            self.means |= means_over(reports, self._mean_names)
         told = [one.stop for one in votes]
         stops = self._peers.agree(replace(vote, stop=max(told)), told)
         self.stop_agreed = any(stops)
         self._stops.agreed = self._stops.agreed or Stop.REQUESTED in stops
-        now.check, now.gradient_versions = vote.check, rules.gradient_versions(active.parameters)
+        self._finish_buffers(changed)
+        if self._mean_names:
+            self.means |= means_over(reports, self._mean_names)
+        now.check = vote.check
+        self.checks.gradient_is_final(active.parameters, now.seen)
         self.timing.enter(Part.OTHER)
         return True
 
     def _vote(self, active: Strategy) -> StepVote:
         now = self.now
         now.read_losses()
-        if now.weights_seen:
-            self._weights.check(now.weights_seen, self.step)
+        settings = self.checks.end_items(now.seen, self.step)
         if now.watched:
             for lane, check in (active.lane_checks or {}).items():
                 now.reports[lane].check = check
@@ -683,7 +652,7 @@ class TrainStep:
             update=self.update,
             used=(*active.used(), *self.buffers.changed(now.lowest)),
             lanes=tuple(now.reports.values()),
-            rates=checksum_of_rates(rules.learning_rates(self._optimizers)),
+            rates=checksum_of_rates(settings),
             stop=Stop.vote(asked=asked, wanted=self.stop_wanted, later=agreement is Agreement.LATER),
             check=self.voting.check(self.step) if agreement is Agreement.NOW else 0,
         )
@@ -743,15 +712,13 @@ class TrainStep:
             elif self.now.phase is Phase.COLLECTED:
                 active = self.strategy()
                 self._norm = active.clip(max_norm)
-                self.now.gradient_versions = rules.gradient_versions(active.parameters)
+                self.checks.gradient_is_final(active.parameters, self.now.seen)
         return self._norm
 
     # -- commit, update ----------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any) -> Any:
         """The prepared optimizer's `step()`: acts when the step's gradient is there, and only then."""
-        if self.is_closed:
-            return self._step_of_its_own(optimizer, closure)
         now = self.now
         if now.phase is Phase.LOST:
             return None
@@ -762,16 +729,13 @@ class TrainStep:
         now.of_item.step_called = True
         if self.now.phase is Phase.ITEM and now.item is not None:
             rules.check_backward_came_first(now.item, now.of_item, self.step, held=bool(now.reports))
-        self._check_learning_rates()
+        self.checks.settings(now.item, now.seen, self.step)
         if self.now.phase not in (Phase.COLLECTED, Phase.APPLIED):
             return None
         if id(optimizer) in now.acted:
-            raise LoopError(f"optimizer.step() was called twice in step {self.step + 1}")
-        if self.now.phase is Phase.COLLECTED:
-            rules.check_gradients_untouched(now.gradient_versions, self.strategies.name_of)
-        if now.items_without_step and not self.asks_for_last:
-            self.asks_for_last = True  # said once
-            messages.warn(rules.accumulates_by_hand(self.step))
+            raise LoopError(f"optimizer.step() was called twice in step {self.number}")
+        rules.check_not_seen(now.seen_by, self.number)
+        self.checks.before_update(now.seen, self.step, is_first=self.now.phase is Phase.COLLECTED)
         return self._act(optimizer)
 
     def _act(self, optimizer: Optimizer) -> Any:
@@ -784,7 +748,7 @@ class TrainStep:
             except BaseException as error:
                 # Half an update can't be taken back: this worker counts no such step, and makes none after it.
                 if not isinstance(error, GenerationEnded):
-                    self.broken = f"the update of step {self.step + 1} ended with {type(error).__name__} on this worker"
+                    self.broken = f"the update of step {self.number} ended with {type(error).__name__} on this worker"
                 raise
         return result
 
@@ -800,7 +764,7 @@ class TrainStep:
         result = None
         if not now.empty:
             self._fault_point("apply")
-            result = self.strategy().apply(optimizer, self._original_steps[id(optimizer)])
+            result = self.strategy().apply(optimizer, self.prepared.original_steps[id(optimizer)])
             if len(now.acted) == len(self._optimizers) or self._updating:
                 self._commit()
         if now.committed:
@@ -830,7 +794,6 @@ class TrainStep:
             self.left_out_steps += self.update == 0
             return
         self.step += self.update == 0
-        self.voting.updated(self.step)
         self.stepped = True
         if self.replayed is not None:
             self.replayed.acted()
@@ -848,14 +811,13 @@ class TrainStep:
         if self.now.phase is Phase.COLLECTED:
             raise rules.step_not_applied(self.step)
         self._check_step_whole()
-        self.now.items_without_step += self.now.phase is Phase.RAN and not self.now.of_item.step_called
+        self.now.seen.items_without_step += self.now.phase is Phase.RAN and not self.now.of_item.step_called
         with self.or_lost(unless_counted=True):
             if self.now.phase is Phase.ITEM:
                 self._skip_item()
             if self.now.phase is Phase.APPLIED:
-                self._commit()  # if it waited for an optimizer that the body did not step
-                self._count()
                 self.strategy().end_step()
+                self.voting.updated(self.step)
                 self._peers.compare_weights(self.strategies)
                 self._between_steps()
 
@@ -884,66 +846,16 @@ class TrainStep:
         for optimizer in self._optimizers:
             self._act(optimizer)
         for scheduler in self._schedulers:
-            if id(scheduler) in self._stepped_in_body:  # not one that is stepped once an epoch
+            if (given := self._stepped_in_body.get(id(scheduler))) is not None:  # not one that is stepped once an epoch
+                if given:
+                    raise rules.metric_missing(type(scheduler).__name__, self.number)
                 scheduler.step()
 
-    # -- the optimizer and scheduler of the body ---------------------------------------------------------------------
-
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Its `step()` acts once per step of the job, not once per item."""
-        original = self._original_steps[id(optimizer)] = optimizer.step
-        step = self
-
-        def acts_once_per_step(self: Optimizer, closure: Any = None) -> Any:
-            return step.optimizer_step(self, closure)
-
-        setattr(acts_once_per_step, OF_TRAINING, self)  # a scheduler that wraps it hands this on
-        # A scheduler made before prepare() has wrapped step() already and warns when the mark of that is gone.
-        if getattr(original, WRAPPED_BY_SCHEDULER, False):
-            setattr(acts_once_per_step, WRAPPED_BY_SCHEDULER, True)
-        setattr(optimizer, SCALES_BY_ITSELF, rules.NoGradScaler())
-        # A bound method, because a scheduler made later looks at `step.__func__`.
-        optimizer.step = types.MethodType(acts_once_per_step, optimizer)  # type: ignore[method-assign]
-
-    def _step_of_its_own(self, optimizer: Optimizer, closure: Any) -> Any:
-        """The engine is closed: the optimizer is torch's own again, if all that belongs to it is here."""
-        self.check_left_whole()
-        original = self._original_steps[id(optimizer)]
-        return original() if closure is None else original(closure)
-
-    def check_left_whole(self) -> None:
-        """That the optimizers have, after the end, what their next step goes on from."""
-        config = self._config
-        if not config.strategy.entry.replicated or config.precision.is_low:
-            raise rules.optimizer_of_closed_engine(config.strategy.name, str(config.precision))
-
-    def adopt_scheduler(self, scheduler: Any) -> None:
-        """It follows the optimizer: it acts only when that did.
-
-        It gets a class of its own and no attribute: those are what its state_dict() consists of.
-        """
-        training, kind = self, type(scheduler)
-
-        def step(self: Any, *args: Any, **options: Any) -> Any:
-            return kind.step(self, *args, **options) if training.scheduler_acts(self) else None
-
-        def as_it_was(self: Any, protocol: Any) -> tuple[Any, ...]:
-            """A copy, or what is unpickled, follows nobody."""
-            return copyreg.__newobj__, (kind,), self.__dict__.copy()  # type: ignore[attr-defined]
-
-        own = {
-            "step": step,
-            "__reduce_ex__": as_it_was,
-            "__module__": kind.__module__,
-            "__qualname__": kind.__qualname__,
-        }
-        scheduler.__class__ = type(kind.__name__, (kind,), own)
-        self._kinds_of_schedulers.append((scheduler, kind))
-
-    def scheduler_acts(self, scheduler: Any) -> bool:
+    def scheduler_acts(self, scheduler: Any, *, given: bool) -> bool:
+        """A prepared scheduler follows the optimizer: it acts only when that did. `given`: a metric, as arguments."""
         acted = self.now.phase is Phase.APPLIED and self.stepped
         if acted and self._in_body:
-            self._stepped_in_body.add(id(scheduler))
+            self._stepped_in_body[id(scheduler)] = given
         return self.now.phase is Phase.BETWEEN_STEPS or acted
 
     # -- engine.update: several updates of the same items ------------------------------------------------------------
@@ -951,6 +863,7 @@ class TrainStep:
     def retract_item(self) -> None:
         """`engine.update` runs the items itself: take back the one that the loop was given."""
         if self.now.phase is Phase.APPLIED:
+            rules.check_not_seen(self.now.seen_by, self.number)
             return
         self._check_step_whole()
         if self.now.phase is not Phase.ITEM or self.now.of_item.has_run:
@@ -963,7 +876,7 @@ class TrainStep:
             if self.now.phase is Phase.ITEM:
                 self._skip_item()
         if self.now.phase is not Phase.LOST:
-            self._check_learning_rates()
+            self.checks.settings(self.now.item, self.now.seen, self.step)
             self._act(optimizer)
         if self.now.phase is not Phase.LOST:
             self.update += 1
@@ -1000,7 +913,7 @@ class TrainStep:
         self.passes.regrouped(strategies.assignment)
         self.voting = self._new_voting()
         self.buffers.meet_others()
-        self._places = rules.ParameterPlaces(self.models, self._optimizers, strategies.name_of)
+        self.checks.regrouped(strategies.name_of)
         self._between_steps()
 
     def pass_lanes_on(self) -> None:
@@ -1043,15 +956,9 @@ class TrainStep:
         self.strategies.load(optimizer, state, round=self.rounds)
 
     def close(self) -> None:
-        if self._forward_state is not None:
-            self._forward_state.close()
+        self.checks.close()
         self.strategies.close()
-        self.is_closed = True
-        for optimizer in self._optimizers:
-            if hasattr(optimizer, SCALES_BY_ITSELF):
-                delattr(optimizer, SCALES_BY_ITSELF)
-        for scheduler, kind in self._kinds_of_schedulers:
-            scheduler.__class__ = kind
+        self.prepared.close()
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -1066,14 +973,6 @@ class TrainStep:
         of_item, in_update = self.now.of_item, self._updating and self.now.phase in (Phase.ITEM, Phase.RAN)
         if in_update or (of_item.failed and of_item.ran_last):
             raise rules.step_not_whole(self.step, in_update=in_update)
-
-    def _check_learning_rates(self) -> None:
-        item, rates = self.now.item, rules.learning_rates(self._optimizers)
-        if item is not None and not (item.first_of_step and item.last_of_step):
-            rates += self._beside.counts()
-        if self.now.learning_rates is None:
-            self.now.learning_rates = rates
-        rules.check_learning_rates(self.now.learning_rates, rates, self.step)
 
     def _new_voting(self) -> Voting:
         return Voting(self._group.comm, self.strategies.assignment, raises=not self._group.recovery.is_elastic)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -23,6 +23,17 @@ from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.registry import Chosen, Job, LaneAssignment
 from paceline.strategies.strategy import Strategy
 from paceline.world.lanes import lanes_of_parts, neighbouring_lanes
+
+
+class LanePlan(NamedTuple):
+    """Who has which of a step's lanes, of those that have samples."""
+
+    sums: SumPlan
+    lowest: int  # lane
+    owner: int  # the worker that has it
+    in_step: bool
+    """A worker's last item comes at the same place among the exchanges of all: not where every lane's gradients leave
+    by themselves and workers have different numbers of lanes and items."""
 
 
 class StrategyTable:
@@ -46,7 +57,8 @@ class StrategyTable:
             raise
 
     def of(self, optimizers: Sequence[Optimizer]) -> tuple[Strategy, bool]:
-        """Their strategy, and whether it was made anew: they hold other parameters now (unfrozen, a new group)."""
+        """Their strategy, and whether it was made just now: they have none yet, or hold other parameters (unfrozen, a
+        new group)."""
         unique = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
         key = tuple(id(optimizer) for optimizer in optimizers)
         known = self._known.get(key)
@@ -61,14 +73,13 @@ class StrategyTable:
             known.close()
         named = [(self.name_of(p, f"unnamed {place}"), p) for place, p in enumerate(unique.values())]
         self._known[key] = self._maker.make(named, optimizers)
-        return self._known[key], known is not None
+        return self._known[key], True
 
-    def plan(self, present: tuple[int, ...]) -> tuple[SumPlan, bool]:
-        """Who holds which of the step's lanes; and whether a worker's last item comes at the same place among the
-        exchanges of all: not where every lane's gradients leave by themselves and workers have different numbers of
-        lanes and items."""
+    def plan(self, present: tuple[int, ...]) -> LanePlan:
         plan = _plan(self.assignment, present)
-        return plan, self._leave_once_a_step or len({len(lanes) for lanes in plan.holders}) == 1
+        in_step = self._leave_once_a_step or len({len(lanes) for lanes in plan.holders}) == 1
+        owner = next(worker for worker, lanes in enumerate(plan.holders) if present[0] in lanes)
+        return LanePlan(plan, present[0], owner, in_step)
 
     @property
     def lanes_apart(self) -> bool:
@@ -78,6 +89,11 @@ class StrategyTable:
     def parameters(self) -> list[Parameter]:
         """That are trained."""
         return list(self.of(self._all)[0].parameters)
+
+    @property
+    def replicas(self) -> list[Parameter]:
+        """That all workers hold whole and alike, whichever optimizers train them."""
+        return list({id(p): p for strategy in self._known.values() for p in strategy.replicas}.values())
 
     def drain(self) -> None:
         for strategy in self._known.values():

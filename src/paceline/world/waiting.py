@@ -43,7 +43,7 @@ CALLS = {
     "Engine.update": LOOP,
     "Engine.clip_grad_norm_": LOOP,
     "PreparedLoader.__iter__": LOOP,
-    "TrainStep.adopt.<locals>.acts_once_per_step": LOOP,
+    "OncePerStep.adopt.<locals>.acts_once_per_step": LOOP,
     "EvaluationLoader.__iter__": "an evaluation loop",
 }
 """What a script writes, by the name of the code that it enters there; methods of an Engine are named as they are."""

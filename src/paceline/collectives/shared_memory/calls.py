@@ -236,15 +236,14 @@ def check_equal_parts(operation: str, whole: Tensor, size: int) -> None:
         raise CollectiveError(f"{operation}: {whole.numel():,} elements can't be cut into {size} equal parts")
 
 
-def check_cut(operation: str, whole: Tensor, part: Tensor, size: int) -> None:
-    """The whole is one part for each rank."""
+def refuse_cut(operation: str, whole: Tensor, part: Tensor, size: int) -> None:
+    """The whole is not one part for each rank."""
     check_equal_parts(operation, whole, size)
-    if whole.dtype != part.dtype or whole.numel() != size * part.numel():
-        wrong = "type" if whole.dtype != part.dtype else "size"
-        raise CollectiveError(
-            f"{operation}: invalid tensor {wrong}: a part of {part.numel():,} {part.dtype} for each of {size} ranks, "
-            f"and a whole of {whole.numel():,} {whole.dtype}"
-        )
+    wrong = "type" if whole.dtype != part.dtype else "size"
+    raise CollectiveError(
+        f"{operation}: invalid tensor {wrong}: a part of {part.numel():,} {part.dtype} for each of {size} ranks, "
+        f"and a whole of {whole.numel():,} {whole.dtype}"
+    )
 
 
 def equal_parts(flat: Tensor, size: int) -> list[Tensor]:

@@ -469,7 +469,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> QueuedWork:
         for output, mine in zip(outputs, inputs, strict=True):
-            calls.check_cut("all_gather", output, mine, self._size)
+            self._check_cut("all_gather", output, mine)
 
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
@@ -478,10 +478,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(outputs), opts, "all_gather", inputs)
 
+    def _check_cut(self, operation: str, whole: Tensor, part: Tensor) -> None:
+        if whole.dtype != part.dtype or whole.numel() != self._size * part.numel():
+            calls.refuse_cut(operation, whole, part, self._size)
+
     def _scatter_sums(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> QueuedWork:
         op = _op(opts)
         for output, mine in zip(outputs, inputs, strict=True):
-            calls.check_cut("reduce_scatter", mine, output, self._size)
+            self._check_cut("reduce_scatter", mine, output)
 
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):

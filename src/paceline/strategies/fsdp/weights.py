@@ -60,7 +60,7 @@ _KEPT_BESIDE = 1  # units used before the current one that stay, unless their mo
 class WeightsInShards(ModelWeights):
     """All weights of a job's optimizers: those of `prepare`, and more for parameters that an optimizer gets later."""
 
-    replicated = False
+    on_every_worker = False
 
     def __init__(
         self, job: Job, strategy: str, classes: Classes | None, masters: MasterShards, *, on_host: bool, frozen: bool

@@ -178,7 +178,7 @@ class ShardedStrategy(InBuckets):
 
     @property
     def replicas(self) -> Sequence[Parameter]:
-        return self.parameters if self._parts.weights.replicated else ()
+        return self.parameters if self._parts.weights.on_every_worker else ()
 
     # -- how gradients leave -----------------------------------------------------------------------------------------
 

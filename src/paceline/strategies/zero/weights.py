@@ -40,7 +40,7 @@ Weights = Literal["per host", "per worker"]
 class ModelWeights:
     """The weights of a job's models, held in one of the ways above. This one does nothing about them."""
 
-    replicated: bool  # every worker has them whole, in its own memory
+    on_every_worker: bool  # every worker has them whole, in its own memory
 
     def hold(self, named: Sequence[tuple[str, Parameter]]) -> None:
         """Parameters that are trained: all workers have them alike, and call this together. The same may come again."""
@@ -64,7 +64,7 @@ class ModelWeights:
 class WeightsPerWorker(ModelWeights):
     """Every worker has its own copy."""
 
-    replicated = True
+    on_every_worker = True
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -84,7 +84,7 @@ class WeightsPerWorker(ModelWeights):
 class WeightsPerHost(ModelWeights):
     """One copy in shared memory, for workers that are all on one host."""
 
-    replicated = False
+    on_every_worker = False
 
     def __init__(self, comm: Communicator, strategy: str) -> None:
         self._comm, self._strategy = comm, strategy
