@@ -19,6 +19,7 @@ prepare
 a step
   loop                       `for batch in loader`; the one place that tries a step again
   step                       from the lanes of a global batch to one update
+  once_per_step              the body's optimizers and schedulers act once per step
   vote                       what workers tell each other at the end of a step
   lane_buffers               every lane begins with the step's buffers
   second_opinion             each k-th step, lanes are computed by another worker too
