@@ -231,6 +231,30 @@ def fake_tensors(**options: Any) -> Any:
     return resolve("torch._subclasses.fake_tensor:FakeTensorMode", _PLAN)(**options)
 
 
+_PLAN_COMPILED = "paceline plan --compile"
+pytree: Any = resolve("torch.utils:_pytree", _PLAN_COMPILED)  # the module
+
+
+def partitioned(function: Callable[..., Any], compile_graph: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    """`function` as torch.compile cuts it: a graph of forward and one of backward, with what is saved between the two.
+
+    `compile_graph(graph)` gives what runs in place of each: it is called with the graph's inputs. The graphs consist of
+    inductor's operators, and what backward makes again is chosen by torch's own cut.
+    """
+    aot_function = resolve("torch._functorch.aot_autograd:aot_function", _PLAN_COMPILED)
+    cut = resolve("torch._functorch.partitioners:min_cut_rematerialization_partition", _PLAN_COMPILED)
+    table = resolve("torch._inductor.decomposition:select_decomp_table", _PLAN_COMPILED)
+    require(aot_function, cut, table)
+    made: Callable[..., Any] = aot_function(
+        function,
+        fw_compiler=lambda graph, _: compile_graph(graph),
+        bw_compiler=lambda graph, _: compile_graph(graph),
+        partition_fn=lambda *given, **named: cut(*given, **(named | {"compiler": "inductor"})),
+        decompositions=table(),
+    )
+    return made
+
+
 def watching_operators(note: Callable[[Any, Any, Any, Any], None]) -> Any:
     """A context in which every operator of this thread, and of its backward, is told: (it, args, kwargs, result)."""
 

@@ -51,6 +51,18 @@ def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
     return call
 
 
+def test_compiled_code_is_planned_for_gpus_alone(plan: Callable[..., Called]) -> None:
+    code, _, err = plan("--hardware", "box.json", "--compile")
+    assert code == 2
+    assert "compiled code is modelled for GPUs alone" in err
+
+
+def test_a_model_that_can_t_be_compiled_is_named_with_its_line(plan: Callable[..., Called]) -> None:
+    code, _, err = plan("--hardware", "H100", "--compile", "--no-checkpointing")
+    assert code == 2
+    assert "can't be traced" in err
+
+
 def test_a_model_that_can_t_be_traced_is_run_for_real_where_it_is_timed(plan: Callable[..., Called]) -> None:
     code, out, err = plan("--hardware", "box.json", "--workers", 2, "--time")
     assert code == 0, err

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.engine import causal_masks
 from paceline.engine.causal_masks import CausalMasks
+from paceline.planner.model_profile import new_fake_mode
 
 transformers = pytest.importorskip("transformers")
 
@@ -144,6 +146,18 @@ def test_a_mask_by_any_name_is_heeded(masks: list[bool]) -> None:
     assert torch.equal(model(ids, pixel_attention_mask=PADDED).logits, expected)
     assert set(masks) == {True}
     hooks.close()
+
+
+def test_a_fake_batch_leaves_nothing_behind_for_real_ones() -> None:
+    causal_masks._ones.clear()
+    mode = new_fake_mode()
+    with mode:
+        model, ids = llama(), torch.zeros(2, 12, dtype=torch.long)
+    hooks = CausalMasks([model])
+    with mode:
+        model(input_ids=ids)
+    hooks.close()
+    assert not causal_masks._ones
 
 
 def test_a_model_of_ones_own_is_left_alone() -> None:

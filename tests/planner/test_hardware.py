@@ -55,6 +55,14 @@ def test_a_gpu_is_its_worker_s_alone() -> None:
     assert device.rates_for(8) == device.rates_for(1)
 
 
+def test_attention_has_a_rate_of_its_own_where_one_is_known() -> None:
+    assert Rates({"float32": 1e9}, 1e8).seconds(1000, 1, "float32 attention") == 1e-6
+    assert Rates({"float32": 1e9, "float32 attention": 1e8}, 1e8).seconds(1000, 1, "float32 attention") == 1e-5
+    rates = {name: hardware_named(name).rates_for(1).flops for name in ("H200", "A100")}
+    parts = {name: found["bfloat16 attention"] / found["bfloat16"] for name, found in rates.items()}
+    assert parts["H200"] < parts["A100"] == pytest.approx(0.5)
+
+
 def test_an_operator_takes_as_long_as_what_is_slower() -> None:
     rates = Rates({"float32": 1e9, "bfloat16": 2e9}, 1e8)
     assert rates.seconds(1000, 1, "float32") == 1e-6

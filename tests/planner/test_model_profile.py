@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from paceline.planner.gpu_attention import fused
 from paceline.planner.model_profile import (
     NotTraceableError,
     PassProfile,
     PassRecorder,
     Variant,
     explained,
-    fused,
     new_fake_mode,
     recomputing,
     resized,
@@ -122,7 +122,7 @@ def test_attention_as_a_gpu_has_it_keeps_no_scores_even_with_dropout() -> None:
         found = recorded(model, batch, loss, fake=True)
     assert plain.saved_bytes > 2 * 4 * 256 * 256 * 4
     assert found.saved_bytes < 2 * 4 * 256 * 256
-    assert F.scaled_dot_product_attention.__module__ != "paceline.planner.model_profile"
+    assert F.scaled_dot_product_attention.__module__ != "paceline.planner.gpu_attention"
 
 
 def test_blocks_that_are_made_again_keep_less_and_compute_more() -> None:

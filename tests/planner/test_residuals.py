@@ -30,7 +30,8 @@ ABOUT: dict[str, Any] = {
 def a_row(**changed: Any) -> dict[str, Any]:
     row = {
         "strategy": "ddp", "precision": "fp32", "accumulate": 1, "micro_batch": 4, "activation_checkpointing": False,
-        "step_s": 0.1, "sent_bytes": [0], "sent_is_counted": True, "memory": {"model_state": 1000, "peak": 2000},
+        "compile": False, "step_s": 0.1, "sent_bytes": [0], "sent_is_counted": True,
+        "memory": {"model_state": 1000, "peak": 2000},
     }  # fmt: skip
     return row | changed
 
@@ -86,6 +87,7 @@ OTHERS: list[dict[str, Any]] = [
     {"accumulate": 2},
     {"micro_batch": 2},
     {"activation_checkpointing": True},
+    {"compile": True},
 ]
 
 
@@ -104,6 +106,14 @@ def test_of_many_rows_the_one_of_this_setting_is_taken_and_of_several_none(tmp_p
     assert of_plan(tmp_path / "plan.json", ABOUT)["step_s"] == 0.1
     (tmp_path / "plan.json").write_text(json.dumps(a_plan(*faster, a_row(step_s=0.05))))
     assert of_plan(tmp_path / "plan.json", ABOUT) == {}
+
+
+def test_a_plan_or_a_run_that_says_nothing_of_compiled_code_had_none(tmp_path: Path) -> None:
+    row = a_row()
+    del row["compile"]
+    (tmp_path / "plan.json").write_text(json.dumps(a_plan() | {"fitting": [row]}))
+    assert of_plan(tmp_path / "plan.json", ABOUT)["step_s"] == 0.1
+    assert of_plan(tmp_path / "plan.json", ABOUT | {"compile": True}) == {}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from functools import cache
@@ -78,6 +79,24 @@ def test_checkpointing_takes_longer_and_holds_less() -> None:
     plain, again = sorted(plan.fitting, key=lambda one: one.recomputed)
     assert again.memory.activations < plain.memory.activations
     assert again.time.compute_s > plain.time.compute_s
+
+
+def test_compiled_code_is_faster_and_is_started_with_compile() -> None:
+    plan = planned(strategies=("ddp",), micro_batches=(8,), checkpointing=(False,), compiled=(False, True))
+    eager, compiled = sorted(plan.fitting, key=lambda one: one.compiled)
+    assert compiled.time.compute_s < eager.time.compute_s
+    assert compiled.memory.activations <= eager.memory.activations
+    assert plan.best is compiled
+    assert plan.flags().endswith("Engine(compile=True)")
+    assert compiled.settings.endswith(", compiled")
+    assert [one["compile"] for one in plan.to_json()["fitting"]] == [True, False]
+
+
+def test_the_table_says_what_is_compiled_where_that_was_asked_for() -> None:
+    for compiled in ((False,), (False, True)):
+        console = Console(width=160, record=True, file=io.StringIO())
+        show_plan(planned(strategies=("ddp",), compiled=compiled), console)
+        assert (" compile " in console.export_text()) == (True in compiled)
 
 
 def test_sharding_more_holds_less() -> None:

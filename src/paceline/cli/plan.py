@@ -72,6 +72,7 @@ GlobalBatch = Annotated[
     int | None, _tried(max=MOST, help="samples of a step [default: batch size × workers]", show_default=False)
 ]
 Checkpointing = Annotated[bool, _tried(help="also with activations made again in backward")]
+Compiled = Annotated[bool, _tried("--compile", help="also under Engine(compile=True), on GPUs")]
 TimePasses = Annotated[
     bool | None,
     _tried(
@@ -106,6 +107,7 @@ def plan(
     micro_batches: MicroBatches = None,
     global_batch: GlobalBatch = None,
     checkpointing: Checkpointing = True,
+    compiled: Compiled = False,
     time_passes: TimePasses = None,
     everything: Everything = False,
     json_file: JsonFile = None,
@@ -129,7 +131,17 @@ def plan(
         check_writable(file, option)
     where = _hardware(hardware, network)
     request = _request(
-        where, workers, per_host, memory_gib, backend, strategy, precision, micro_batches, global_batch, checkpointing
+        where,
+        workers,
+        per_host,
+        memory_gib,
+        backend,
+        strategy,
+        precision,
+        micro_batches,
+        global_batch,
+        checkpointing,
+        compiled,
     )
     here = hardware is None or where.is_measured
     times = here if time_passes is None else time_passes
@@ -162,7 +174,7 @@ def _hardware(name: str | None, network: str | None) -> Hardware:
 def _request(
     where: Hardware, workers: int, per_host: int | None, memory_gib: float | None, backend: str | None,
     strategy: list[str] | None, precision: list[str] | None, micro_batches: str | None, global_batch: int | None,
-    checkpointing: bool,
+    checkpointing: bool, compiled: bool,
 ) -> Request:  # fmt: skip
     from paceline.planner.search import Request
 
@@ -172,6 +184,10 @@ def _request(
     known = {"cpu": ("paceline", "gloo"), "cuda": ("nccl", "gloo")}[where.device]
     if backend is not None and backend not in known:
         raise ConfigError(f"--backend {backend!r} does not go with {where.name}; choose {' or '.join(known)}")
+    if compiled and where.device != "cuda":
+        raise ConfigError(
+            "--compile: compiled code is modelled for GPUs alone; name one by --hardware, or leave it out"
+        )
     return Request(
         workers=workers,
         per_host=per_host or min(workers, 8 if where.device == "cuda" else workers),
@@ -179,6 +195,7 @@ def _request(
         strategies=tuple(dict.fromkeys(strategy or ())),
         precisions=tuple(dict.fromkeys(precision or (("fp32",) if where.device == "cpu" else ("fp32", "bf16")))),
         checkpointing=(False, True) if checkpointing else (False,),
+        compiled=(False, True) if compiled else (False,),
         micro_batches=_numbers(micro_batches),
         backend=backend,
         memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
@@ -197,7 +214,10 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 def _of_model(
     model: str, request: Request, where: Hardware, batch_size: int, sequence: int, optimizer: str, time_passes: bool
 ) -> ModelProfile:
+    from contextlib import closing
+
     from paceline.engine.activation_checkpointing import blocks_of
+    from paceline.engine.causal_masks import CausalMasks
     from paceline.planner.model_profile import NotTraceableError
     from paceline.planner.model_source import profile_source, real_profile, source_of
     from paceline.planner.search import variants_for
@@ -209,7 +229,8 @@ def _of_model(
     try:
         return profile_source(
             source, lambda samples: variants_for(request, samples), threads=where.threads,
-            time_passes=time_passes and where.device == "cpu", fused_attention=where.device == "cuda", **options,
+            time_passes=time_passes and where.device == "cpu", fused_attention=where.device == "cuda",
+            around=lambda module: closing(CausalMasks([module])), **options,
         )  # fmt: skip
     except NotTraceableError as error:
         if where.device != "cpu":

@@ -13,6 +13,7 @@ import torch
 
 from paceline.data.step_source import MadeBatches
 from paceline.engine.activation_checkpointing import ActivationCheckpointing
+from paceline.engine.compilation import Compile
 from paceline.engine.config import EngineConfig
 from paceline.engine.loop import PreparedLoader
 from paceline.engine.step import TrainStep
@@ -29,7 +30,7 @@ def setting_of(config: EngineConfig, world: World, loader: PreparedLoader | None
     made = loader is not None and isinstance(loader.dataset, MadeBatches)  # by a function, in a size of its own
     unplanned = {
         "compression": config.compression is not None,
-        "compile": config.compile is not None,
+        "compile": config.compile not in (None, Compile()),
         "offload": config.offload is not None,
         "reduction": config.reduction != "exact",
         "mesh": config.mesh.splits_model,
@@ -44,6 +45,7 @@ def setting_of(config: EngineConfig, world: World, loader: PreparedLoader | None
         "micro_batch": None if loader is None or made else loader.batch_size,
         "precision": str(config.precision),
         "activation_checkpointing": checkpointing is not None,
+        "compile": config.compile is not None,
         **({"unplanned": told} if told else {}),
     }
 

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,18 +28,20 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from paceline.engine.activation_checkpointing import blocks_of
+from paceline.engine.causal_masks import CausalMasks
 from paceline.engine.config import EngineConfig
 from paceline.engine.prepare import Preparation, place_of_training_data
 from paceline.engine.sources import as_loader, undivided
 from paceline.errors import ConfigError
 from paceline.mesh.plans import Plan
 from paceline.optim.precision import Precision, lower
+from paceline.planner.compiled_pass import compiling
+from paceline.planner.gpu_attention import fused
 from paceline.planner.model_profile import (
     ModelProfile,
     PassProfile,
     PassRecorder,
     Variant,
-    fused,
     is_fake,
     new_fake_mode,
     recomputing,
@@ -179,6 +181,10 @@ class ProfiledStep:
         if variant.precision != self._precision:  # for good: fp32 comes first
             lower(self._models, Precision(variant.precision))  # type: ignore[arg-type]
             self._precision = variant.precision
+        self._around.enter_context(closing(CausalMasks(self._models)))
+        if variant.compiled:
+            blocks = [block for model in self._models for block in (list(blocks_of(model)) or [model])]
+            self._around.enter_context(compiling(blocks, self._models))
         self._around.enter_context(recomputing(self._blocks if variant.recomputed else ()))
         if self._order.fused_attention:
             self._around.enter_context(fused())

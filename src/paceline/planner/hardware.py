@@ -30,8 +30,13 @@ ATTAINED_FLOPS = 0.62
 ATTAINED_BANDWIDTH = 0.8
 ATTAINED_LINK = 0.8
 LAUNCH_S = 4e-6
-"""Of peaks in data sheets, and seconds to launch a kernel: what is assumed, not measured. Operators run one by one;
-torch.compile does better."""
+"""Of peaks in data sheets, and seconds to launch a kernel: what is assumed, not measured."""
+ATTAINED_ATTENTION = 0.31
+"""Of flops, by attention's kernels, where none was timed: half of what products reach, because between two products
+there is a softmax. Where one was timed data/devices.json says the part. On Hopper torch's flash kernels reach less:
+they were written for Ampere's instructions, not for Hopper's (wgmma)."""
+ATTENTION = " attention"
+"""Behind a dtype in `Rates.flops`: of attention's kernels. Where it is missing they are taken for products."""
 OF_ANOTHER_GPU = (
     "write --hardware FILE by hand from its data sheet: device, memory_bytes, rates and inside, as "
     "docs/concepts/plan.md#hardware shows"
@@ -50,7 +55,7 @@ class Rates:
 
     def seconds(self, flops: int, moved: int, dtype: str) -> float:
         """Of one operator: it computes or waits for memory, whichever takes longer."""
-        rate = self.flops.get(dtype) or self.flops["float32"]
+        rate = self.flops.get(dtype) or self.flops.get(dtype.partition(" ")[0]) or self.flops["float32"]
         return self.operator_s + max(flops / rate, moved / self.memory_bandwidth)
 
     @property
@@ -218,8 +223,10 @@ def hardware_named(name: str, network: str | None = None) -> Hardware:
             f"what paceline bench hardware --json FILE measures on that machine, for another GPU {OF_ANOTHER_GPU}"
         )
     told = devices[found]
+    attention = told.get("attention", ATTAINED_ATTENTION)
     rates = Rates(
-        {dtype: ATTAINED_FLOPS * rate for dtype, rate in told["flops"].items()},
+        {dtype: ATTAINED_FLOPS * rate for dtype, rate in told["flops"].items()}
+        | {dtype + ATTENTION: attention * rate for dtype, rate in told["flops"].items()},
         ATTAINED_BANDWIDTH * told["memory_bandwidth"],
         LAUNCH_S,
     )

@@ -20,10 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
@@ -31,11 +29,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from paceline.errors import ConfigError
+from paceline.planner import gpu_attention
+from paceline.planner.hardware import ATTENTION
 from paceline.sharding.bucket import GradientSpec
 from paceline.torch_compat import fake_tensors, watching_operators
 
 Work = Counter[tuple[int, int, str]]  # how many operators of (flops, bytes, dtype)
 
+_WRITE_NOTHING = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 _BACKWARD_OF_ATTENTION = 2.5
 """Five products where forward has two: it makes the scores again."""
 
@@ -103,11 +104,12 @@ class PassProfile:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run the micro-batch: how many samples, in which precision, which activations are made again."""
+    """A way to run the micro-batch: how many samples, in which precision, what is made again, and whether compiled."""
 
     samples: int
     precision: str = "fp32"
     recomputed: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class PassRecorder:
         self._saved: dict[int, int] = {}
         self._read_again: set[int] = set()
         self._used: dict[int, None] = {}
-        self._in_backward = False
+        self._in_backward = self._paused = False
         self._inputs: dict[int, int] = {}
         self._kept: list[Any] = []
         self._stack = ExitStack()
@@ -183,9 +185,25 @@ class PassRecorder:
         _recorders.remove(self)
         self._stack.close()
 
-    def add(self, flops: int, moved: int, dtype: str) -> None:
-        """A kernel that torch's operators don't show."""
-        self._work[flops, moved, dtype] += 1
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is no part of the pass."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def kernel(self, read: Sequence[Tensor], moved: int) -> None:
+        """One that no operator of torch shows: it reads and writes so many bytes, and has no products."""
+        if not self._paused:
+            self._hear_of(read, (), is_view=False)
+            self._work[0, moved, "float32"] += 1
+
+    def appeared(self, made: Sequence[Tensor]) -> None:
+        """Such a kernel's results."""
+        if not self._paused:
+            self._hear_of((), made, is_view=False)
 
     def took(self, batch: Any) -> Any:
         """These tensors are the batch; returns it as the pass should see it."""
@@ -245,6 +263,8 @@ class PassRecorder:
         self._known[id(storage)] = storage, parameter
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        if self._paused:
+            return tensor
         storage = tensor.untyped_storage()
         if id(storage) in self._known:
             parameter = self._known[id(storage)][1]
@@ -257,16 +277,17 @@ class PassRecorder:
         return tensor
 
     def _note(self, operator: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
-        if operator.namespace == "prim":  # what fake tensors ask about themselves
+        if self._paused or operator.namespace == "prim":  # what fake tensors ask about themselves
             return
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
         self._hear_of(inputs, outputs, is_view=operator.is_view)
-        if operator.is_view or not outputs:
+        if operator.is_view or not outputs or operator.overloadpacket.__name__ in _WRITE_NOTHING:
             return
         flops = flops_of(operator, args, kwargs, out)
-        moved = sum(_touched(tensor) for tensor in (*inputs, *outputs))
+        moved = sum(touched(tensor) for tensor in (*inputs, *outputs))
         low = next((t.dtype for t in inputs if t.is_floating_point()), outputs[0].dtype)
-        self._work[flops, moved, str(low).removeprefix("torch.")] += 1
+        kind = ATTENTION if _is_attention(operator) else ""
+        self._work[flops, moved, str(low).removeprefix("torch.") + kind] += 1
 
     def _hear_of(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, is_view: bool) -> None:
         for tensor in inputs:
@@ -296,6 +317,14 @@ class PassRecorder:
             self._alive -= size
 
 
+_recorders: list[PassRecorder] = []
+
+
+def recording() -> PassRecorder | None:
+    """Of the pass that runs now, if one is recorded."""
+    return _recorders[-1] if _recorders else None
+
+
 def is_fake(tensor: Tensor) -> bool:
     return hasattr(tensor, "fake_mode")
 
@@ -311,84 +340,32 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(inside)
 
 
-def _touched(tensor: Tensor) -> int:
+def touched(tensor: Tensor) -> int:
     """Bytes; what was expanded is read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def flops_of(operator: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
-    name = operator.overloadpacket.__name__
-    if name.startswith("_scaled_dot_product") and "attention" in name:
-        return _attention_flops(operator, args, kwargs, backward=name.endswith("_backward"))
+    if _is_attention(operator):
+        backward = operator.overloadpacket.__name__.endswith("_backward")
+        return _attention_flops(operator, args, kwargs, backward=backward)
     formula = flop_registry.get(operator.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _is_attention(operator: Any) -> bool:
+    name = operator.overloadpacket.__name__
+    return operator.namespace == gpu_attention.NAMESPACE or (
+        name.startswith("_scaled_dot_product") and "attention" in name
+    )
 
 
 def _attention_flops(operator: Any, args: Any, kwargs: Mapping[str, Any], *, backward: bool) -> int:
     """torch counts the whole square of scores; kernels skip the half that a causal mask hides."""
     given = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | dict(kwargs)
     shapes = [given[name].shape for name in ("query", "key", "value")]
-    whole = _products_of_attention(*shapes) * (_BACKWARD_OF_ATTENTION if backward else 1)
+    whole = gpu_attention.products(*shapes) * (_BACKWARD_OF_ATTENTION if backward else 1)
     return int(whole / 2 if given.get("is_causal") else whole)
-
-
-def _products_of_attention(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """Queries with keys, and scores with values."""
-    *batch, rows, width = query
-    return 2 * prod(batch) * rows * key[-2] * (width + value[-1])
-
-
-# -- attention as a GPU has it -----------------------------------------------------------------------------------------
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Saves queries, keys, values, the output and a number for each row of scores; never the scores."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, flops: int) -> Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, rows)
-        ctx.flops = flops
-        _note_kernel(flops, (query, key, value, out))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, out, _ = ctx.saved_tensors
-        made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        _note_kernel(int(_BACKWARD_OF_ATTENTION * ctx.flops), (query, key, value, out, gradients[0], *made))
-        return (*made, None)
-
-
-_recorders: list[PassRecorder] = []
-
-
-def _note_kernel(flops: int, touched: Sequence[Tensor]) -> None:
-    if _recorders:
-        moved = sum(_touched(tensor) for tensor in touched)
-        _recorders[-1].add(flops, moved, str(touched[0].dtype).removeprefix("torch."))
-
-
-@contextmanager
-def fused() -> Iterator[None]:
-    """While it is open attention is one kernel, whatever this machine has: what a GPU runs is profiled on any host."""
-    own = nn.functional.scaled_dot_product_attention
-
-    def attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
-        is_causal: bool = False, **options: Any,
-    ) -> Tensor:  # fmt: skip
-        shapes = [tensor.shape for tensor in (query, key, value)]
-        whole = _products_of_attention(*shapes)
-        made: Tensor = _FusedAttention.apply(query, key, value, whole // 2 if is_causal else whole)  # type: ignore[no-untyped-call]
-        return made
-
-    nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = own
 
 
 # -- a model, several times --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from torch.nn import Parameter
 
 from paceline.errors import ConfigError
 from paceline.optim.precision import Precision, lower
+from paceline.planner.compiled_pass import compiling
+from paceline.planner.gpu_attention import fused
 from paceline.planner.model_profile import (
     ModelProfile,
     NotTraceableError,
@@ -33,7 +35,6 @@ from paceline.planner.model_profile import (
     PassRecorder,
     Variant,
     explained,
-    fused,
     new_fake_mode,
     recomputing,
     resized,
@@ -43,6 +44,7 @@ from paceline.sharding.unit import cut_units
 from paceline.strategies.buckets import gradient_specs
 
 Loss = Callable[[nn.Module, Any], Tensor]
+Around = Callable[[nn.Module], AbstractContextManager[Any]]
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]  # what activation checkpointing would make again
 STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, "momentum": 4, "lion": 4, "adafactor": 0}
 TIMED_PASSES = 3
@@ -101,6 +103,8 @@ def _from_transformers(model: str, batch_size: int, sequence: int) -> Source:
             "give package.module:function"
         ) from error
     config = _config_of(transformers, model)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # training reads no cache of keys and values, and paceline's Trainer makes none
     longest = getattr(config, "max_position_embeddings", None) or sequence
     length = min(sequence, longest)
 
@@ -159,10 +163,12 @@ def profile_source(
     time_passes: bool = False,
     threads: int = 1,
     fused_attention: bool = False,
+    around: Around = nullcontext,
 ) -> ModelProfile:
     """Every variant on fake tensors; the given batch also for real, where passes are timed.
 
-    `variants` are asked for by the number of samples in the given batch. `fused_attention`: as a GPU has it.
+    `variants` are asked for by the number of samples in the given batch. `fused_attention`: as a GPU has it. `around`:
+    what the model runs in, as what an Engine changes of it.
     """
     if optimizer not in STATE_BYTES:
         raise ConfigError(f"--optimizer {optimizer!r} is not known; choose one of {', '.join(STATE_BYTES)}")
@@ -171,7 +177,7 @@ def profile_source(
         with mode:
             model, batch, loss = source.build()
         wanted = variants(samples_in(batch))
-        with fused() if fused_attention else nullcontext():
+        with fused() if fused_attention else nullcontext(), around(model):
             profile = _profiled(source, model, batch, loss, mode, wanted, blocks, bucket_bytes)
     except ConfigError as error:
         if not isinstance(error, NotTraceableError):
@@ -220,7 +226,8 @@ def _profiled(
                     continue
                 with mode or nullcontext():
                     sized = resized(batch, variant.samples, given)
-                with recomputing(repeated if variant.recomputed else ()):
+                compiled = compiling(repeated or [model], [model]) if variant.compiled else nullcontext()
+                with compiled, recomputing(repeated if variant.recomputed else ()):
                     passes[variant] = one_pass([model], trained, mode, sized, loss, variant.samples)
         finally:
             if lowered is not None:

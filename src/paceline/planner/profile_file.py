@@ -21,7 +21,7 @@ def to_json(profile: ModelProfile) -> dict[str, Any]:
     return {name: getattr(profile, name) for name in _PLAIN} | {
         "specs": [[list(spec.shape), str(spec.dtype).removeprefix("torch.")] for spec in profile.specs],
         "passes": [
-            {"variant": [variant.samples, variant.precision, variant.recomputed]} | _pass(one)
+            {"variant": [variant.samples, variant.precision, variant.recomputed, variant.compiled]} | _pass(one)
             for variant, one in profile.passes.items()
         ],
     }

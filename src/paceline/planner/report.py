@@ -73,10 +73,10 @@ def _told_of_hardware(plan: Plan) -> str:
 
 def _table(plan: Plan, rows: Sequence[Candidate]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    for number, column in enumerate(
-        ("", "strategy", "micro-batch", "prec.", "ckpt", plan.model.unit, "step ms", "step", "peak", "sent")
-    ):
-        table.add_column(column, justify="left" if number in (1, 7) else "right", no_wrap=True)
+    compiled = ["compile"] if any(one.compiled for one in rows) else []  # a column where some are
+    settings = "", "strategy", "micro-batch", "prec.", "ckpt", *compiled
+    for column in (*settings, plan.model.unit, "step ms", "step", "peak", "sent"):
+        table.add_column(column, justify="left" if column in ("strategy", "step") else "right", no_wrap=True)
     longest = max(one.time.step_s / one.global_batch for one in rows)
     for one in rows:
         place = plan.fitting.index(one) + 1
@@ -88,6 +88,7 @@ def _table(plan: Plan, rows: Sequence[Candidate]) -> Table:
             f"{one.samples}" + (f" × {one.accumulate}" if one.accumulate > 1 else ""),
             one.precision,
             "yes" if one.recomputed else "–",
+            *("yes" if one.compiled else "–" for _ in compiled),
             number_text(speed),
             f"{1e3 * one.time.step_s:,.1f}",
             bar(one, longest),
@@ -170,7 +171,8 @@ def _key(entries: Sequence[tuple[str, str]]) -> str:
 
 def _label(one: Candidate) -> str:
     times = f"×{one.accumulate}" if one.accumulate > 1 else ""
-    return f"{one.strategy} · {one.precision} · {one.samples}{times}{' · ckpt' if one.recomputed else ''}"
+    more = (" · ckpt" if one.recomputed else "") + (" · compiled" if one.compiled else "")
+    return f"{one.strategy} · {one.precision} · {one.samples}{times}{more}"
 
 
 def _bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]], str]], limit: float | None = None) -> str:
@@ -223,13 +225,14 @@ def _memory_plot(rows: Sequence[Candidate]) -> str:
 
 
 def _html_table(plan: Plan) -> str:
-    heads = ("", "strategy", "micro-batch", "precision", "ckpt", plan.model.unit, "step, ms", "compute", "update",
-             "exposed", "hidden", "peak", "model state", "sent")  # fmt: skip
+    heads = ("", "strategy", "micro-batch", "precision", "ckpt", "compile", plan.model.unit, "step, ms", "compute",
+             "update", "exposed", "hidden", "peak", "model state", "sent")  # fmt: skip
     out = ["<table><tr>", *(f"<th>{head}</th>" for head in heads), "</tr>"]
     for place, one in enumerate(plan.fitting, start=1):
         time = one.time
         cells: list[Any] = [
             place, one.strategy, f"{one.samples} × {one.accumulate}", one.precision, "yes" if one.recomputed else "no",
+            "yes" if one.compiled else "no",
             number_text(one.samples_per_s * plan.model.units_per_sample),
             *(f"{1e3 * each:,.2f}" for each in
               (time.step_s, time.compute_s, time.update_s, time.exposed_s, time.hidden_s)),

@@ -24,7 +24,7 @@ from paceline.world import messages
 if TYPE_CHECKING:
     from rich.console import Console
 
-SETTING = ("strategy", "precision", "accumulate", "micro_batch", "activation_checkpointing")
+SETTING = ("strategy", "precision", "accumulate", "micro_batch", "activation_checkpointing", "compile")
 """Of a row of a plan, besides the workers and lanes of all rows."""
 FILE_NAME = "residuals.json"
 PLAN = "plan.json"
@@ -76,11 +76,12 @@ def of_plan(path: Path, about: Mapping[str, Any]) -> dict[str, float]:
     tell all of it: the numbers of another setting would say nothing about this one."""
     if not path.exists():
         return {}
+    about = {"compile": False} | about  # runs and plans of before know of none: it was unplanned
     if about.get("unplanned") or any(about.get(name) is None for name in ("workers", "lanes", *SETTING)):
         return {}
     try:
         plan = input_file.read_json(path)
-        rows = [*plan["fitting"], *plan["too_large"]]
+        rows = [{"compile": False} | row for row in (*plan["fitting"], *plan["too_large"])]
         if (plan["workers"], plan["lanes"]) != (about["workers"], about["lanes"]):
             return {}
         found = [row for row in rows if all(row[name] == about[name] for name in SETTING)]

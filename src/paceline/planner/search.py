@@ -1,4 +1,4 @@
-"""Every strategy × micro-batch × accumulation × precision × checkpointing: which fit, which is fastest, and why.
+"""Every strategy × micro-batch × accumulation × precision × checkpointing, compiled or not: what fits, what is fastest.
 
     plan = search(profile, hardware, Request(workers=8, per_host=8))
     plan.fitting[0]        the fastest that fits, with `why` and the `flags` to start it with
@@ -43,6 +43,7 @@ class Request:
     strategies: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ("fp32",)
     checkpointing: tuple[bool, ...] = (False, True)
+    compiled: tuple[bool, ...] = (False,)
     micro_batches: tuple[int, ...] = ()
     backend: str | None = None
     bucket_mib: float = 16.0
@@ -91,6 +92,7 @@ class Candidate:
     traffic: StepTraffic
     time: StepTime
     room: int  # bytes that a worker has
+    compiled: bool = False
 
     @property
     def global_batch(self) -> int:
@@ -112,8 +114,9 @@ class Candidate:
     @property
     def settings(self) -> str:
         checkpointing = ", activations made again" if self.recomputed else ""
+        compiled = ", compiled" if self.compiled else ""
         times = f" × {self.accumulate}" if self.accumulate > 1 else ""
-        return f"{self.strategy}, {self.precision}, micro-batch {self.samples}{times}{checkpointing}"
+        return f"{self.strategy}, {self.precision}, micro-batch {self.samples}{times}{checkpointing}{compiled}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -122,6 +125,7 @@ class Candidate:
             "accumulate": self.accumulate,
             "precision": self.precision,
             "activation_checkpointing": self.recomputed,
+            "compile": self.compiled,
             "global_batch": self.global_batch,
             "fits": self.fits,
             "memory": self.memory.parts() | {"model_state": self.memory.model_state, "peak": self.memory.peak},
@@ -191,9 +195,9 @@ class Plan:
             words.append(f"--precision {best.precision}")
         if best.recomputed:
             words.append("--activation-checkpointing blocks")
-        script = f"batch_size={best.samples}" + (
-            f", Engine(accumulate={best.accumulate})" if best.accumulate > 1 else ""
-        )
+        accumulate = [f"accumulate={best.accumulate}"] if best.accumulate > 1 else []
+        of_engine = ", ".join([*accumulate, *(["compile=True"] if best.compiled else [])])
+        script = f"batch_size={best.samples}" + (f", Engine({of_engine})" if of_engine else "")
         return f"{' '.join(words)} SCRIPT    with {script}"
 
     def why_nothing_fits(self) -> str:
@@ -269,7 +273,7 @@ class Plan:
                 input_bytes=int(share * step.input_bytes),
             )
             model = replace(self.model, passes={wanted: least})
-            request = replace(self.request, precisions=(wanted.precision,), checkpointing=(False,))
+            request = replace(self.request, precisions=(wanted.precision,), checkpointing=(False,), compiled=(False,))
             room = room_of(self.hardware, request)
             if any(memory.peak <= room for _, memory in _memories(model, self.hardware, request)):
                 return True
@@ -371,6 +375,8 @@ def _ways(
     for variant, step in model.passes.items():
         if variant.recomputed not in request.checkpointing or variant.precision not in request.precisions:
             continue
+        if variant.compiled not in request.compiled:
+            continue
         accumulate, rest = divmod(global_batch, lanes * variant.samples)
         if rest or not accumulate:
             continue
@@ -410,6 +416,7 @@ def search(model: ModelProfile, hardware: Hardware, request: Request) -> Plan:
                 traffic,
                 time,
                 room,
+                variant.compiled,
             )
         )
     if model.passes and not any(variant.precision in request.precisions for variant in model.passes):
@@ -432,8 +439,9 @@ def variants_for(request: Request, samples: int) -> Sequence[Variant]:
     global_batch = request.global_batch or lanes * samples
     sizes = list(request.micro_batches) or micro_batches(global_batch, lanes, samples)
     return [
-        Variant(size, precision, again)
+        Variant(size, precision, again, compiled)
         for precision in sorted(request.precisions, key=lambda name: name != "fp32")
         for size in sizes
         for again in request.checkpointing
+        for compiled in request.compiled
     ]
