@@ -366,9 +366,21 @@ def _notes(result: Result) -> list[str]:
         f"Each pair is predicted, measured. Of {len(result['rows'])} settings {disturbed} were measured while other "
         'work had more than 8 % of the cores. Bytes are those of the busiest worker in a step over gloo; "not counted" '
         "is gloo's own all-reduce of two workers, whose bytes can't be seen from outside. Peak is the kernel's for a "
-        "step (the median of five, of the worker with most), less what the process had before the model; between "
-        "sweeps it differs by up to 10 MB (convnet under zero1 on 2 workers: 65 and 74 MB). The planner's constants "
-        "for buffers on their way were found with these three models.",
+        "step (the median of five, of the worker with most), less what the process had before the model. The planner's "
+        "constants for buffers on their way were found with these three models. On GPUs: "
+        "[plan.md](concepts/plan.md#where-the-numbers-come-from).",
+        "",
+        "A peak of convnet can't be measured to 10 %. Seven steps on 2 workers, looked at again, had 65 to 77 MB "
+        "under zero1 (two runs, median 71), 76 to 86 under fsdp (median 80) and 66 to 74 under ddp; workers of one "
+        "run were up to 7 MB apart in most of their steps. Both misses are predictions at the lower end of these: "
+        "the model may be 4 to 7 MB short there, but nothing that a strategy holds explains it, so no part was "
+        "added. What was seen:",
+        "",
+        "- Peaks above what a step leaves behind differ by multiples of 4.2 MB, an activation of the first layer. "
+        "From that size on (4 MiB) the C library gives memory back at once; what is smaller stays resident if it "
+        "lay between others.",
+        "- Pages of libraries count by the number of processes that use them. The figure before the model is read "
+        "while other workers may not have touched theirs: between workers and runs it had 3 to 15 MB of such pages.",
     ]
 
 

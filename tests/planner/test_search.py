@@ -95,7 +95,7 @@ def test_compiled_code_is_faster_and_is_started_with_compile() -> None:
 def test_the_table_says_what_is_compiled_where_that_was_asked_for() -> None:
     for compiled in ((False,), (False, True)):
         console = Console(width=160, record=True, file=io.StringIO())
-        show_plan(planned(strategies=("ddp",), compiled=compiled), console)
+        show_plan(planned(strategies=("ddp",), micro_batches=(8,), checkpointing=(False,), compiled=compiled), console)
         assert (" compile " in console.export_text()) == (True in compiled)
 
 

@@ -76,7 +76,7 @@ def of_plan(path: Path, about: Mapping[str, Any]) -> dict[str, float]:
     tell all of it: the numbers of another setting would say nothing about this one."""
     if not path.exists():
         return {}
-    about = {"compile": False} | about  # runs and plans of before know of none: it was unplanned
+    about = {"compile": False, **about}  # runs and plans of before know of none: it was unplanned
     if about.get("unplanned") or any(about.get(name) is None for name in ("workers", "lanes", *SETTING)):
         return {}
     try:
