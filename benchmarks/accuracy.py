@@ -37,7 +37,7 @@ from paceline.errors import PacelineError
 from paceline.launch.job import Job
 from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
-from paceline.world.world import LaunchSettings
+from paceline.world.world import LaunchSettings, World
 
 WORKERS = (2, 4)
 STRATEGIES = ("ddp", "star", "zero1", "zero2", "fsdp")
@@ -145,6 +145,16 @@ def measure(setting: Setting, steps: int) -> Result | int:
     }
 
 
+def when_all_have(world: World, folder: Path) -> None:
+    """Come here: there is no group to meet in yet."""
+    (folder / f"{world.rank}.ready").touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("*.ready"))) < world.size:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"worker {world.rank} waited 60 s for {world.size} workers to begin")
+        time.sleep(0.01)
+
+
 def work(told: Result, folder: Path) -> None:
     """In one of the processes: time, then memory, then bytes over gloo."""
     import torch
@@ -159,6 +169,7 @@ def work(told: Result, folder: Path) -> None:
     world, workload, steps = read_world(), KNOWN[told["workload"]], told["steps"]
     torch.set_num_threads(1)
     use_everything_once()
+    when_all_have(world, folder)  # of pages that workers share, each has its part only when all have them
     at_start = Resident.now().pss
     loop = CountedLoop(
         workload, world, WARM_UP + steps + PEAKS + 8, strategy=told["strategy"], backend="paceline", batches=1

@@ -31,8 +31,9 @@ class Source:
 
 
 def fetch_folder(source: Source, folders: tuple[str, ...], cache: Path, what: str) -> Path:
-    """A folder with `folders` of that version."""
-    folder, clone = cache / f"{source.project}-{source.version}", cache / f"{source.project}.partial"
+    """A folder with `folders` of that version, and no others: two suites may want different ones."""
+    name = "-".join([source.project, source.version, *(one.replace("/", "-") for one in folders)])
+    folder, clone = cache / name, cache / f"{name}.partial"
     if folder.is_dir():
         return folder
     git = ["git", "-C", str(clone)]
