@@ -141,3 +141,24 @@ def test_a_worker_is_left_alone_when_it(why: str) -> None:
         case _:
             processes[2].failed_as = 0
     assert check_last_workers(processes, Policy(), 1000.0, False).outcome is None
+
+
+def test_an_evaluation_that_one_worker_ran_alone_is_told_at_the_end() -> None:
+    processes = job(3)
+    for process, evaluations in zip(processes, (2, 1, 1), strict=True):
+        process.evaluations = evaluations
+    end(processes)
+    outcome = success(processes)
+    assert outcome is not None
+    assert outcome.code == 0
+    (line,) = outcome.closing
+    assert "warning: worker 0 (pid 100) has run through 2 loops over prepared evaluation loaders, worker 1" in line
+
+
+@pytest.mark.parametrize("evaluations", [(1, 1, 1), (None, None, None), (2, 2, None)])
+def test_nothing_is_told_where_all_did_or_nobody_says(evaluations: tuple[int | None, ...]) -> None:
+    processes = job(3)
+    for process, count in zip(processes, evaluations, strict=True):
+        process.evaluations = count
+    end(processes)
+    assert success(processes) == Outcome(0)

@@ -143,10 +143,10 @@ class Assembly:
                 source.restore(merged)
             source.reassign(step.strategies.assignment[world.rank], merged)
             own.loader.record_anew()
-        mine = own.evaluation_count.told(self._group.evaluations)
+        mine = self._group.evaluation_count.told(self._group.evaluations)
         told = comm.gather_json(None if joins else mine)
         told = [word for word in told if word is not None]
         if joins:
-            own.evaluation_count.begun = max(begun for begun, _ in told)
+            self._group.evaluation_count.begun = max(begun for begun, _ in told)
         for loader in self._group.evaluations:
             loader.deal_to(world, [place_of(loader.number, word) for word in told])

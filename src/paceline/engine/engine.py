@@ -615,6 +615,8 @@ class Engine(AccelerateNames):
         if (compiled := self._objects.compiled) is not None:
             self._note(f"paceline: {counted(compiled.graphs, 'graph')} compiled for {compiled.kinds}")
         self._objects.close()
+        if not group.recovery.is_elastic:
+            group.supervisor.tell("evaluated", count=group.evaluation_count.whole)
         self._metrics_log.close(ok=not (ends_badly(error) or (loader is not None and loader.failed)))
         self.record_events(None)
         group.close()

@@ -80,6 +80,7 @@ class EvaluationCount:
 
     def __init__(self) -> None:
         self.begun = 0
+        self.whole = 0  # of them: run through to the end by this worker
 
     def told(self, loaders: Sequence[EvaluationLoader]) -> tuple[int, list[Place]]:
         """What the others need to know when workers have changed: how many were begun; places in those under way."""
@@ -318,6 +319,7 @@ class EvaluationLoader:
             while self._again_from is not None:
                 self._begun_from, self._rounds_run_before = self._again_from, self._rounds_run
                 yield from self._rounds_from(self._again_from)
+            self._count.whole += 1
         finally:
             self._begin()
             seed_everything(mix(self._seed, "after evaluation"), self._device)

@@ -26,7 +26,7 @@ from paceline.elastic.recovery import NoRecovery, Parts, Recovery
 from paceline.elastic.worker_agent import Abandonable, WorkerAgent
 from paceline.engine.config import EngineConfig
 from paceline.engine.default_group import DefaultGroup
-from paceline.engine.evaluation import EvaluationLoader, note_collective
+from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, note_collective
 from paceline.engine.sequence_parts import SequenceParts, WholeSequences
 from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
@@ -75,6 +75,7 @@ class Group:
         self.serving: Serving | None = None
         self.lost: Set[int] = frozenset()  # as the strategy knows them
         self.evaluations: list[EvaluationLoader] = []  # whose batches are dealt to these workers
+        self.evaluation_count = EvaluationCount()
         self.loop: RunningLoop | None = None
         self.after_step: list[Callable[[], None]] = []  # called when a step counts
         self.ends_with_it: list[Abandonable] = []  # besides what waits in `comm`

@@ -69,6 +69,7 @@ class PreparedLoader:
         self.in_loop = self.left_early = self.failed = False
         self._begun_elsewhere, self._epoch_is_set = begun_elsewhere, False
         self.was_measured = False  # by len(): what is made from that counts items
+        self.knows_shadows = False  # the body leaves them out of what it adds up by hand
         self._record_folder = record_folder
         self._record: SampleLog | None = None
         self._handed_out: list[WorkItem] = []  # of the step that is under way, for the record
@@ -96,6 +97,7 @@ class PreparedLoader:
     @property
     def shadow(self) -> bool:
         """Whether the batch is a copy for a worker without samples in a short last step: sums by hand leave it out."""
+        self.knows_shadows = True
         item = self._step.now.item
         return item is not None and item.shadow
 
@@ -487,6 +489,13 @@ class PreparedLoader:
         return SampleLog.start(folder, attempt, header)
 
     def _hand_out(self, item: WorkItem) -> None:
+        if item.shadow and not self.knows_shadows:
+            self.knows_shadows = True  # said once
+            messages.logger("engine").info(
+                "paceline: in the epoch's last step this worker has no samples: it runs the body on a copy of another "
+                "one's batch, of which nothing is trained. What the body adds up by hand (a count of samples) leaves "
+                "it out where loader.shadow is true; engine.mean() does by itself"
+            )
         if self._record is not None and not item.shadow:
             self._handed_out.append(item)
 

@@ -40,7 +40,7 @@ from paceline.engine.checkpoints import Surroundings
 from paceline.engine.compilation import CompiledBlocks
 from paceline.engine.config import EngineConfig, counted
 from paceline.engine.default_group import check_batch_norms
-from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, check_rows, no_rows, note_collective
+from paceline.engine.evaluation import EvaluationLoader, check_rows, no_rows, note_collective
 from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader
@@ -103,7 +103,6 @@ class PreparedObjects:
     schedulers: list[Any] = field(default_factory=list)
     step: TrainStep | None = None  # with the first optimizer
     loader: PreparedLoader | None = None  # that trains
-    evaluation_count: EvaluationCount = field(default_factory=EvaluationCount)
     recomputed: Recomputed | None = None
     causal_masks: CausalMasks | None = None
     compiled: CompiledBlocks | None = None
@@ -526,7 +525,7 @@ class Preparation:
                 timeout_s=self._config.timeout_s,
                 on_start=self._between.drain,
                 on_end=self._between.end_evaluation,
-                count=self._objects.evaluation_count,
+                count=self._group.evaluation_count,
                 # Strategies that fill a model from the meta device are those that gather weights in forward.
                 needs_all=lambda: self._objects.step is not None and self._config.strategy.entry.fills_meta,
                 in_step=lambda: self._objects.step is not None and self._objects.step.inside_step,

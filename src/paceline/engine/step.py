@@ -655,6 +655,7 @@ class TrainStep:
             rates=checksum_of_rates(settings),
             stop=Stop.vote(asked=asked, wanted=self.stop_wanted, later=agreement is Agreement.LATER),
             check=self.voting.check(self.step) if agreement is Agreement.NOW else 0,
+            evaluations=self._group.evaluation_count.whole,
         )
 
     def _cast(self, vote: StepVote) -> tuple[list[StepVote], list[LaneReport], list[bool]]:

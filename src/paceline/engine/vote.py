@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.communicator import Communicator
-from paceline.errors import ConfigError, ReplicaError
+from paceline.errors import ConfigError, LoopError, ReplicaError
 from paceline.strategies.registry import LaneAssignment
 
 # Elements of the weights looked at per step; a drift is found within parameters / WATCHED steps.
@@ -36,7 +36,7 @@ PARTS_AT_ONCE = 32
 
 
 MOST_MEANS = 16
-_HEAD = struct.Struct("<qqqqqq")
+_HEAD = struct.Struct("<qqqqqqq")
 _LANE = struct.Struct("<qddqq")
 _MEAN = struct.Struct("<Qdd")
 
@@ -118,6 +118,7 @@ class StepVote:
     used: tuple[bool, ...]
     lanes: tuple[LaneReport, ...]
     rates: int = 0
+    evaluations: int = 0  # that it has run through to their ends
 
 
 def checksum_of_rates(rates: Sequence[tuple[str, float]]) -> int:
@@ -131,7 +132,7 @@ def name_key(name: str) -> int:
 
 def pack(vote: StepVote, most_lanes: int) -> Tensor:
     """The votes of one job all have the same size, whatever is in them."""
-    parts = [_HEAD.pack(vote.step, vote.update, vote.stop, vote.check, vote.rates, len(vote.lanes))]
+    parts = [_HEAD.pack(vote.step, vote.update, vote.stop, vote.check, vote.rates, vote.evaluations, len(vote.lanes))]
     bits = sum(1 << place for place, used in enumerate(vote.used) if used)
     parts.append(bits.to_bytes(_used_bytes(len(vote.used)), "little"))
     for report in vote.lanes:
@@ -146,7 +147,7 @@ def pack(vote: StepVote, most_lanes: int) -> Tensor:
 
 def unpack(packed: Tensor, parameters: int) -> StepVote:
     data = packed.numpy().tobytes()
-    step, update, stop, check, rates, count = _HEAD.unpack_from(data)
+    step, update, stop, check, rates, evaluations, count = _HEAD.unpack_from(data)
     place = _HEAD.size
     bits = int.from_bytes(data[place : place + _used_bytes(parameters)], "little")
     place += _used_bytes(parameters)
@@ -162,7 +163,7 @@ def unpack(packed: Tensor, parameters: int) -> StepVote:
         place += MOST_MEANS * _MEAN.size
         lanes.append(LaneReport(lane, weight, loss, bool(finite), means, check=lane_check))
     used = tuple(bool(bits >> index & 1) for index in range(parameters))
-    return StepVote(step, update, Stop(stop), check, used, tuple(lanes), rates)
+    return StepVote(step, update, Stop(stop), check, used, tuple(lanes), rates, evaluations)
 
 
 def any_used(votes: Sequence[StepVote]) -> list[bool]:
@@ -249,9 +250,22 @@ class Voting:
                     "engine.steps_per_epoch(loader)"
                 )
         self._find_out_oneself(vote, votes)
+        if self._raises:  # who joins an elastic job has run through none
+            check_evaluations([one.evaluations for one in votes])
         if self._watch is not None and self._raises:
             self._watch.compare(vote.step, [other.check for other in votes])
         return votes
+
+
+def check_evaluations(counts: Sequence[int]) -> None:
+    if len(set(counts)) > 1:
+        most, least = counts.index(max(counts)), counts.index(min(counts))
+        raise LoopError(
+            f"worker {most} has run through {counts[most]} loops over prepared evaluation loaders, worker {least} "
+            f"through {counts[least]}: such a loader deals its batches to all workers, so what one computes alone is "
+            "of a part of the data. Run it on every worker (engine.gather_for_metrics, engine.reduce), or on one "
+            "over a DataLoader that engine.prepare() was not given"
+        )
 
 
 def can_be_summed(tensor: Tensor) -> bool:

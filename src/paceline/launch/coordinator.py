@@ -167,6 +167,8 @@ class Coordinator:
             case "run":
                 if self._shows is not None:
                     self._shows(str(body["folder"]))
+            case "evaluated":
+                process.evaluations = int(body["count"])
             case "table":
                 self._show(SummaryTable.of(body["title"], body["rows"]))
             case _:

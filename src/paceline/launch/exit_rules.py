@@ -105,9 +105,23 @@ def success(processes: Sequence[Process]) -> Outcome | None:
         line = f"paceline: stopped on request{after}; start again to continue"
         return Outcome(STOPPED_ON_REQUEST, closing=(line,))
     if not lost:
-        return Outcome(0)
+        return Outcome(0, closing=uneven_evaluations(processes))
     how = "; ".join(f"{process.name} {what_happened(process, processes)}" for process in lost)
     return Outcome(0, closing=(f"paceline: warning: the job ended well, but without {count(lost)}: {how}",))
+
+
+def uneven_evaluations(processes: Sequence[Process]) -> tuple[str, ...]:
+    """Evaluations that only some workers have run, each over the part of the data that was dealt to it."""
+    told = {process.name: process.evaluations for process in processes if process.evaluations is not None}
+    most, least = max(told, key=told.__getitem__, default=""), min(told, key=told.__getitem__, default="")
+    if not told or told[most] == told[least]:
+        return ()
+    return (
+        f"paceline: warning: {most} has run through {told[most]} loops over prepared evaluation loaders, {least} "
+        f"through {told[least]}: such a loader deals its batches to all workers, so what one of them computes alone is "
+        "of a part of the data. Run it on every worker and gather, or give that worker a DataLoader that "
+        "engine.prepare() was not given",
+    )
 
 
 def can_go_on(processes: Sequence[Process], policy: Policy) -> bool:

@@ -213,6 +213,7 @@ class TrainingLoop:
         given = trainer.lr_scheduler is not None
         known = [trainer.lr_scheduler] if given and not is_greedy(trainer.lr_scheduler) else []
         *_, loader = engine.prepare(trainer.model, optimizer, *known, source)
+        loader.knows_shadows = True  # nothing is added up by hand here
         size = trainer.lane_batch_size(trainer._train_batch_size)
         self.has_ready_batches = isinstance(getattr(source, "dataset", None), ReadyBatches)
         batches = source.dataset.batches if self.has_ready_batches else None
