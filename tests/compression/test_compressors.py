@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -311,3 +311,40 @@ def test_what_makes_no_sense_is_refused_in_one_line(what: str) -> None:
 def test_a_rank_that_a_matrix_cant_have_is_refused_with_its_name_and_a_way_out() -> None:
     with pytest.raises(ConfigError, match=r"'head.weight', a matrix of 5 × 100 .* at most 5; .*'head.weight': None"):
         Compression(PowerSgd(rank=8)).compressor("head.weight", (5, 100))
+
+
+@pytest.mark.parametrize("to", ["bf16", "fp16"])
+@pytest.mark.parametrize("odd", [None, 1e38, 7e4, math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("lanes", [1, 2, 3, 5])
+def test_the_short_ways_of_half_precision_have_the_bits_of_the_plain_ones(
+    to: Literal["bf16", "fp16"], odd: float | None, lanes: int
+) -> None:
+    codec, generator = Cast(to), torch.Generator().manual_seed(lanes)
+    rows, partial = 6, [(5, 7)]
+
+    def gradient() -> Tensor:
+        values = torch.randn(rows, codec.block, generator=generator)
+        values[5, 7:] = 0
+        if odd is not None:
+            values[2, 3] = odd
+        return values
+
+    for residual in (None, gradient()):
+        plain, short = (values := gradient()).clone(), values.clone()
+        sent = BlockCodec.split(codec, plain, partial, None, None if residual is None else residual.clone())
+        assert bits(codec.split(short, partial, None, residual)) == bits(sent)
+        assert bits(short) == bits(plain)
+    parts = [codec.encode(gradient(), partial) for _ in range(lanes)]
+    along = {1: (), 2: ((0, 1),), 3: ((0, 1), (0, 2)), 5: ((0, 1), (2, 3), (0, 2), (0, 4))}[lanes]
+    residual = gradient()
+    owned = [OwnedRows(partial, None, residual.clone(), *torch.empty(2, rows, codec.block)) for _ in range(2)]
+    assert bits(codec.sum(parts, along, owned[0])) == bits(BlockCodec.sum(codec, parts, along, owned[1]))
+    assert bits(owned[0].lost) == bits(owned[1].lost)
+    assert bits(owned[0].out) == bits(owned[1].out)
+
+
+def bits(tensor: Tensor) -> bytes:
+    """What is not a number is one number: which one is the processor's affair."""
+    if tensor.is_floating_point():
+        tensor = tensor.nan_to_num(nan=12345.0, posinf=None, neginf=None) if tensor.isnan().any() else tensor
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

@@ -133,15 +133,14 @@ class ReadyBatches(Dataset[tuple[Tensor, Tensor]]):
     """A dataset of any length whose batches are made beforehand, as those of the peers are: fetching costs nothing."""
 
     def __init__(self, workload: Workload, length: int, seed: int = SEED, batches: int = BATCHES) -> None:
-        drawn = [workload.draw(workload.batch_size, seed + number) for number in range(batches)]
-        self._batches = itertools.cycle(drawn)
-        self._length = length
+        self._batches = [workload.draw(workload.batch_size, seed + number) for number in range(batches)]
+        self._batch_size, self._length = workload.batch_size, length
 
     def __len__(self) -> int:
         return self._length
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return next(self._batches)
+        return self._batches[indices[0] // self._batch_size % len(self._batches)]
 
     def loader(self, batch_size: int) -> DataLoader[tuple[Tensor, Tensor]]:
         return DataLoader(self, batch_size=batch_size, collate_fn=as_it_is)
