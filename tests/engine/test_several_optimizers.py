@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,14 +58,25 @@ def test_a_state_between_two_optimizers_of_a_step_is_no_state() -> None:
                 other.step()
 
 
-def test_nor_is_one_between_two_calls_of_engine_update() -> None:
+def test_nor_is_one_between_two_calls_of_engine_update_and_its_place_is_the_scripts(tmp_path: Path) -> None:
     with Engine(lanes=1) as engine:
         first, second, one, other, loader = two_nets(engine)
-        with pytest.raises(LoopError, match=r"engine\.barrier\(\) at .* came between two updates of step 1"):
+        text = r"engine\.save_state\(\) at test_several_optimizers\.py:\d+ came between two updates of step 1"
+        with pytest.raises(LoopError, match=text):
             for _ in loader:
                 engine.update(one, lambda batch: F.mse_loss(first(batch[0]), batch[1]))
-                engine.barrier()
+                engine.save_state(tmp_path / "half")
                 engine.update(other, lambda batch: F.mse_loss(second(batch[0]), batch[1]))
+
+
+def test_values_may_be_reduced_between_two_updates() -> None:
+    with Engine(lanes=1) as engine:
+        first, second, one, other, loader = two_nets(engine)
+        for _ in loader:
+            engine.update(one, lambda batch: F.mse_loss(first(batch[0]), batch[1]))
+            engine.reduce(torch.ones(1))
+            engine.update(other, lambda batch: F.mse_loss(second(batch[0]), batch[1]))
+        assert engine.step == 8
 
 
 def test_a_state_after_both_is_one_and_an_optimizer_may_stay_out() -> None:

@@ -145,7 +145,7 @@ def test_a_worker_is_left_alone_when_it(why: str) -> None:
 
 def test_an_evaluation_that_one_worker_ran_alone_is_told_at_the_end() -> None:
     processes = job(3)
-    for process, evaluations in zip(processes, (2, 1, 1), strict=True):
+    for process, evaluations in zip(processes, ((2, 2), (1, 1), (1, 1)), strict=True):
         process.evaluations = evaluations
     end(processes)
     outcome = success(processes)
@@ -155,10 +155,22 @@ def test_an_evaluation_that_one_worker_ran_alone_is_told_at_the_end() -> None:
     assert "warning: worker 0 (pid 100) has run through 2 loops over prepared evaluation loaders, worker 1" in line
 
 
-@pytest.mark.parametrize("evaluations", [(1, 1, 1), (None, None, None), (2, 2, None)])
-def test_nothing_is_told_where_all_did_or_nobody_says(evaluations: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize(
+    "evaluations",
+    [((1, 1), (1, 1), (1, 1)), (None, None, None), ((2, 2), (2, 2), None), ((2, 1), (2, 2), (2, 0))],
+    ids=["by all", "nobody says", "not all say", "left early by some"],
+)
+def test_nothing_is_told_where_all_did(evaluations: tuple[tuple[int, int] | None, ...]) -> None:
     processes = job(3)
-    for process, count in zip(processes, evaluations, strict=True):
-        process.evaluations = count
+    for process, told in zip(processes, evaluations, strict=True):
+        process.evaluations = told
+    end(processes)
+    assert success(processes) == Outcome(0)
+
+
+def test_servers_evaluate_nothing() -> None:
+    processes = job(2, servers=1)
+    for process in processes:
+        process.evaluations = (0, 0) if process.is_server else (3, 3)
     end(processes)
     assert success(processes) == Outcome(0)

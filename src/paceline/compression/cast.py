@@ -51,7 +51,7 @@ class Cast(BlockCodec):
     def split(self, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None) -> Tensor:
         if values.device.type != "cpu":  # whose host would wait for each chunk
             return super().split(values, partial, noise, residual)
-        payload = torch.empty(values.shape, dtype=_DTYPES[self.to])
+        payload = values.new_empty(values.shape, dtype=_DTYPES[self.to])
         room = self._room(values)
         for chunk in self._chunks(values):
             self._split_chunk(values[chunk], None if residual is None else residual[chunk], payload[chunk], room)
@@ -62,7 +62,7 @@ class Cast(BlockCodec):
         if rows.lost.device.type != "cpu":
             return super().sum(parts, merges, rows)
         dtype, residual = _DTYPES[self.to], rows.residual
-        payload = torch.empty(rows.lost.shape, dtype=dtype)
+        payload = rows.lost.new_empty(rows.lost.shape, dtype=dtype)
         rooms = [self._room(rows.lost) for _ in parts]  # the first one's for what the sum decodes to
         for chunk in self._chunks(rows.lost):
             lost = rows.lost[chunk]
@@ -92,7 +92,7 @@ class Cast(BlockCodec):
         return [slice(low, low + rows) for low in range(0, len(values), rows)]
 
     def _room(self, values: Tensor) -> Tensor:
-        return torch.empty((min(len(values), _CHUNK // self.block), self.block))
+        return values.new_empty((min(len(values), _CHUNK // self.block), self.block))
 
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
         out.copy_(payload.view(_DTYPES[self.to]))

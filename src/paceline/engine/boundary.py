@@ -29,7 +29,7 @@ from paceline.engine.group import Group
 from paceline.engine.step import TrainStep
 from paceline.errors import ConfigError, GenerationEnded, LoopError, PeerLostError
 from paceline.torch_compat import Store
-from paceline.world.script_line import place_of
+from paceline.world.script_line import frames_to_script, place_of
 
 Operation = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")
@@ -139,11 +139,15 @@ class Boundary:
         return otherwise() if isinstance(result, _Lost) else result
 
 
+SAVES = ("state_dict", "save_state", "checkpoints.save", "checkpoints.save_weights", "get_state_dict", "save_model")
+
+
 def check_boundary(step: TrainStep | None, name: str) -> None:
     """Raise unless the caller's caller may call `engine.<name>()` here."""
     if step is None:
         return
-    caller = place_of(sys._getframe(2))
+    script = frames_to_script(sys._getframe(1))[1]
+    caller = place_of(script or sys._getframe(2))
     if step.broken:
         raise LoopError(
             f"engine.{name}() at {caller}: {step.broken}; end a loop early with engine.stop(). Half a step "
@@ -154,7 +158,7 @@ def check_boundary(step: TrainStep | None, name: str) -> None:
             f"engine.{name}() at {caller} was called inside step {step.step + 1}: workers have different numbers "
             "of items there, so it would hang; call it when engine.stepped is true, or use engine.mean() for values"
         )
-    step.is_seen_by(f"engine.{name}() at {caller}")
+    step.is_seen_by(f"engine.{name}() at {caller}", saves=name in SAVES)
 
 
 class _Lost:

@@ -616,7 +616,8 @@ class Engine(AccelerateNames):
             self._note(f"paceline: {counted(compiled.graphs, 'graph')} compiled for {compiled.kinds}")
         self._objects.close()
         if not group.recovery.is_elastic:
-            group.supervisor.tell("evaluated", count=group.evaluation_count.whole)
+            begun, whole = group.evaluation_count.of_all
+            group.supervisor.tell("evaluated", begun=begun, whole=whole)
         self._metrics_log.close(ok=not (ends_badly(error) or (loader is not None and loader.failed)))
         self.record_events(None)
         group.close()

@@ -82,6 +82,11 @@ class EvaluationCount:
         self.begun = 0
         self.whole = 0  # of them: run through to the end by this worker
 
+    @property
+    def of_all(self) -> tuple[int, int]:
+        """What has to fit between workers: one may leave early what another has run through, but not leave it out."""
+        return self.begun, self.whole
+
     def told(self, loaders: Sequence[EvaluationLoader]) -> tuple[int, list[Place]]:
         """What the others need to know when workers have changed: how many were begun; places in those under way."""
         return self.begun, [loader.place() for loader in loaders if loader.under_way]

@@ -302,8 +302,7 @@ class PreparedLoader:
         for listener in self._group.after_step:
             listener()
         step.timing.begin()
-        if self._record is not None:
-            self.write_record()
+        self.write_record()
         self.source.commit(item)
         if in_updates:
             recovery.ends_updates(step.rounds)
@@ -491,11 +490,13 @@ class PreparedLoader:
     def _hand_out(self, item: WorkItem) -> None:
         if item.shadow and not self.knows_shadows:
             self.knows_shadows = True  # said once
-            messages.logger("engine").info(
-                "paceline: in the epoch's last step this worker has no samples: it runs the body on a copy of another "
-                "one's batch, of which nothing is trained. What the body adds up by hand (a count of samples) leaves "
-                "it out where loader.shadow is true; engine.mean() does by itself"
-            )
+            first = next(rank for rank, lanes in enumerate(self._step.now.holders) if not lanes)
+            if first == self._group.comm.rank:
+                messages.logger("engine").info(
+                    "paceline: in the epoch's last step this worker has no samples: it runs the body on a copy of "
+                    "another one's batch, of which nothing is trained. What the body adds up by hand (a count of "
+                    "samples) leaves it out where loader.shadow is true; engine.mean() does by itself"
+                )
         if self._record is not None and not item.shadow:
             self._handed_out.append(item)
 

@@ -162,17 +162,17 @@ def check_not_seen(call: str, step: int) -> None:
     """Another optimizer of the step is to act; `call` has saved what would be half a step, or waited for workers."""
     if call:
         raise LoopError(
-            f"{call} came between two updates of step {step}: what was saved there is half a step, and if a worker is "
-            "lost the rest can't be done again. Call it before the loop asks for the next batch, when all optimizers "
-            "of the step have acted"
+            f"{call} came between two updates of step {step}: what is saved there is half a step, and if a worker of "
+            "an elastic job is lost in it the rest is never done. Call it when all optimizers of the step have acted; "
+            "values may be collected by engine.mean() before"
         )
 
 
 def metric_missing(kind: str, step: int) -> LoopError:
     return LoopError(
-        f"this worker's last item of step {step} was left without engine.backward(), and the {kind} that the loop's "
-        "body steps needs a value, which this worker has not made: the workers' learning rates would differ. Step it "
-        "between two steps, where engine.stepped is true, with engine.means or engine.reduce()"
+        f"this worker's last item of step {step} was left without engine.backward(), so the loop's body did not step "
+        f"the {kind}, and with which argument it would have can't be known: the workers' learning rates would differ. "
+        "Give the item engine.backward(loss, weight=0) in place of `continue`, or step the schedule between two epochs"
     )
 
 
@@ -516,7 +516,7 @@ class BodyChecks:
     end_items         the weights' bits are what they were
     gradient_is_final … and stays what it is until the update
     settings          learning rates are what they were
-    before_update     both, and the body does not accumulate by itself
+    before_update     nobody has written to gradients, and the body does not accumulate by itself
     """
 
     def __init__(

@@ -160,9 +160,12 @@ class ProfiledStep:
         self.means: dict[str, float] = defaultdict(float)
         self.step, self.rounds, self.round, self.stepped, self.inside_step = 0, 0, 0, False, False
         self.broken = None
+        self.checks = SimpleNamespace(asks_for_last=False)
         item = {"lane": 0, "micro_batch": 0, "samples": 1, "shadow": False, "present": (0,), "epoch": 0, "step": 0}
         ends = dict.fromkeys(("first_of_lane", "first_of_step", "last_of_lane", "last_of_step"), True)
         self.now = SimpleNamespace(item=SimpleNamespace(**item, **ends), empty=False)  # each batch is a step
+
+    def is_seen_by(self, call: str, *, saves: bool) -> None: ...
 
     # -- one pass ----------------------------------------------------------------------------------------------------
 

@@ -368,6 +368,11 @@ class TrainStep:
         return self.step + self.left_out_steps
 
     @property
+    def before(self) -> int:
+        """Steps before the one that is under way, also when an optimizer of several has acted in it."""
+        return self.number - 1
+
+    @property
     def round(self) -> int:
         """Of the step that is under way, from 1."""
         return self._rounds_before + 1
@@ -401,9 +406,10 @@ class TrainStep:
         before, after = self._traffic
         return after - before
 
-    def is_seen_by(self, call: str) -> None:
-        """`call` looks at the job's state, or waits for all workers: no further optimizer can act in this step."""
-        if self.now.phase is Phase.APPLIED:
+    def is_seen_by(self, call: str, *, saves: bool) -> None:
+        """No further optimizer may act in this step: `call` has saved the state, or waits for all workers in an elastic
+        job, where a worker that is lost meanwhile ends the step."""
+        if self.now.phase is Phase.APPLIED and (saves or self._group.recovery.is_elastic):
             self.now.seen_by = call
 
     def item_done(self) -> WorkItem | None:
@@ -483,9 +489,10 @@ class TrainStep:
 
     def _still_in_step(self, active: Strategy) -> list[tuple[str, Parameter]]:
         """Weights that no lane may change for the others: all that are whole here."""
-        trained, parts = {id(p) for p in active.parameters}, {id(p) for p in active.frozen}
-        others = [p for model in self.models for p in model.parameters() if id(p) not in trained | parts]
-        return [(repr(self.strategies.name_of(p)), p) for p in (*self.strategies.replicas, *others)]
+        replicas = self.strategies.replicas
+        known = {id(p) for p in (*replicas, *active.parameters, *active.frozen)}
+        others = [p for model in self.models for p in model.parameters() if id(p) not in known]
+        return [(repr(self.strategies.name_of(p)), p) for p in (*replicas, *others)]
 
     # -- run items ---------------------------------------------------------------------------------------------------
 
@@ -496,7 +503,7 @@ class TrainStep:
             self.lose()  # the workers have changed: forward may have had zeros for weights
         if self.now.phase is Phase.LOST:
             return
-        item, weight = rules.check_backward(self._item_of_body(), loss, weight, now.of_item, self.step)
+        item, weight = rules.check_backward(self._item_of_body(), loss, weight, now.of_item, self.before)
         only_one = last and now.of_item.before is None and not (self._updating or self.update)
         self.checks.loss(item, loss, self._group.among.size, only_one=only_one)
         if item.shadow:  # nothing comes of it
@@ -517,7 +524,7 @@ class TrainStep:
         now, of_item, active, scale = self.now, self.now.of_item, self.strategy(), self._scale
         may_have = item.shadow or of_item.before is not None or self._is_as_in_torch(item, weight)
         empty = () if may_have else active.parameters  # of a gradient
-        self.checks.after_forward(item, now.seen, empty, self.step, lanes_apart=now.lanes_apart)
+        self.checks.after_forward(item, now.seen, empty, self.before, lanes_apart=now.lanes_apart)
         if not item.shadow:
             report = now.report(item.lane)
             of_item.add(report, item, weight, last=last)
@@ -573,7 +580,7 @@ class TrainStep:
     def _leaves_lane_out(self, report: LaneReport) -> bool:
         """Where lanes are apart, a gradient may be applied as soon as it leaves: a loss is judged before that."""
         why = "the lane is left out of the step"
-        report.left_out = rules.must_leave_out([report], self._config.on_nonfinite, self.step, why)
+        report.left_out = rules.must_leave_out([report], self._config.on_nonfinite, self.before, why)
         if report.left_out:
             report.weight = 0.0
         return report.left_out
@@ -642,7 +649,7 @@ class TrainStep:
     def _vote(self, active: Strategy) -> StepVote:
         now = self.now
         now.read_losses()
-        settings = self.checks.end_items(now.seen, self.step)
+        settings = self.checks.end_items(now.seen, self.before)
         if now.watched:
             for lane, check in (active.lane_checks or {}).items():
                 now.reports[lane].check = check
@@ -655,7 +662,7 @@ class TrainStep:
             rates=checksum_of_rates(settings),
             stop=Stop.vote(asked=asked, wanted=self.stop_wanted, later=agreement is Agreement.LATER),
             check=self.voting.check(self.step) if agreement is Agreement.NOW else 0,
-            evaluations=self._group.evaluation_count.whole,
+            evaluations=self._group.evaluation_count.of_all,
         )
 
     def _cast(self, vote: StepVote) -> tuple[list[StepVote], list[LaneReport], list[bool]]:
@@ -675,7 +682,8 @@ class TrainStep:
         total = math.fsum(weight for _, weight in weights)
         # backward has divided by the samples, and multiplied by the loss scale
         scale = item.step_samples / total / loss_scale if total > 0 else 0.0
-        left_out = not self.now.lanes_apart and rules.must_leave_out(reports, self._config.on_nonfinite, self.step, why)
+        on_nonfinite = self._config.on_nonfinite
+        left_out = not self.now.lanes_apart and rules.must_leave_out(reports, on_nonfinite, self.before, why)
         empty = agreed and (left_out or total == 0)
         return Tally(agreed, weights, item.step_samples, used, scale, empty, left_out, loss_scale)
 
@@ -683,9 +691,9 @@ class TrainStep:
         """Whether there is anything to apply."""
         now = self.now
         if tally.agreed and tally.scale == 0:
-            messages.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0")
+            messages.warn(f"step {self.number} is skipped: the weights of all its micro-batches are 0")
         if self.loss_scale is not None and not tally.empty:
-            now.overflowed = self.loss_scale.drops(active.keeps_finite(), self._config.on_nonfinite, self.step)
+            now.overflowed = self.loss_scale.drops(active.keeps_finite(), self._config.on_nonfinite, self.before)
         now.empty = tally.empty or now.overflowed
 
     def _finish_buffers(self, changed: Sequence[bool]) -> None:
@@ -729,14 +737,14 @@ class TrainStep:
             rules.check_one_optimizer(len(self._optimizers))
         now.of_item.step_called = True
         if self.now.phase is Phase.ITEM and now.item is not None:
-            rules.check_backward_came_first(now.item, now.of_item, self.step, held=bool(now.reports))
-        self.checks.settings(now.item, now.seen, self.step)
+            rules.check_backward_came_first(now.item, now.of_item, self.before, held=bool(now.reports))
+        self.checks.settings(now.item, now.seen, self.before)
         if self.now.phase not in (Phase.COLLECTED, Phase.APPLIED):
             return None
         if id(optimizer) in now.acted:
             raise LoopError(f"optimizer.step() was called twice in step {self.number}")
         rules.check_not_seen(now.seen_by, self.number)
-        self.checks.before_update(now.seen, self.step, is_first=self.now.phase is Phase.COLLECTED)
+        self.checks.before_update(now.seen, self.before, is_first=self.now.phase is Phase.COLLECTED)
         return self._act(optimizer)
 
     def _act(self, optimizer: Optimizer) -> Any:
@@ -810,7 +818,7 @@ class TrainStep:
         if self.broken is not None:
             raise rules.update_failed(self.broken)
         if self.now.phase is Phase.COLLECTED:
-            raise rules.step_not_applied(self.step)
+            raise rules.step_not_applied(self.before)
         self._check_step_whole()
         self.now.seen.items_without_step += self.now.phase is Phase.RAN and not self.now.of_item.step_called
         with self.or_lost(unless_counted=True):
@@ -833,7 +841,7 @@ class TrainStep:
         active.skip(now.place(item, self._scale))
         if not item.shadow:
             why = "had an exception in" if now.of_item.failed else "was left without"
-            text = f"lane {item.lane} of step {self.step + 1} {why} engine.backward(); it counts as empty"
+            text = f"lane {item.lane} of step {self.number} {why} engine.backward(); it counts as empty"
             messages.warn(text)
         self._drop_gradients_of_others(active)
         self._ran(item)
@@ -877,7 +885,7 @@ class TrainStep:
             if self.now.phase is Phase.ITEM:
                 self._skip_item()
         if self.now.phase is not Phase.LOST:
-            self.checks.settings(self.now.item, self.now.seen, self.step)
+            self.checks.settings(self.now.item, self.now.seen, self.before)
             self._act(optimizer)
         if self.now.phase is not Phase.LOST:
             self.update += 1
@@ -973,7 +981,7 @@ class TrainStep:
         """Exceptions that the loop caught where nothing can be taken back any more."""
         of_item, in_update = self.now.of_item, self._updating and self.now.phase in (Phase.ITEM, Phase.RAN)
         if in_update or (of_item.failed and of_item.ran_last):
-            raise rules.step_not_whole(self.step, in_update=in_update)
+            raise rules.step_not_whole(self.before, in_update=in_update)
 
     def _new_voting(self) -> Voting:
         return Voting(self._group.comm, self.strategies.assignment, raises=not self._group.recovery.is_elastic)

@@ -5,6 +5,7 @@
     rates              a checksum of learning rates and the like: a difference would not show in weights in shards
     check              a 64-bit sum over a rotating part of the weights: replicas that drift apart are named
     used               which parameters got a gradient here
+    evaluations        one that some workers run alone is told: they have a part of the data
     lanes              weight, loss and running means of every lane that this worker computed
 
 Means and weights are added in lane order from these reports, so they too are the same at any number of workers. What
@@ -36,7 +37,7 @@ PARTS_AT_ONCE = 32
 
 
 MOST_MEANS = 16
-_HEAD = struct.Struct("<qqqqqqq")
+_HEAD = struct.Struct("<qqqqqqqq")
 _LANE = struct.Struct("<qddqq")
 _MEAN = struct.Struct("<Qdd")
 
@@ -118,7 +119,7 @@ class StepVote:
     used: tuple[bool, ...]
     lanes: tuple[LaneReport, ...]
     rates: int = 0
-    evaluations: int = 0  # that it has run through to their ends
+    evaluations: tuple[int, int] = (0, 0)  # over prepared loaders: that it has begun, and run through to their ends
 
 
 def checksum_of_rates(rates: Sequence[tuple[str, float]]) -> int:
@@ -132,7 +133,8 @@ def name_key(name: str) -> int:
 
 def pack(vote: StepVote, most_lanes: int) -> Tensor:
     """The votes of one job all have the same size, whatever is in them."""
-    parts = [_HEAD.pack(vote.step, vote.update, vote.stop, vote.check, vote.rates, vote.evaluations, len(vote.lanes))]
+    head = (vote.step, vote.update, vote.stop, vote.check, vote.rates, *vote.evaluations, len(vote.lanes))
+    parts = [_HEAD.pack(*head)]
     bits = sum(1 << place for place, used in enumerate(vote.used) if used)
     parts.append(bits.to_bytes(_used_bytes(len(vote.used)), "little"))
     for report in vote.lanes:
@@ -147,7 +149,7 @@ def pack(vote: StepVote, most_lanes: int) -> Tensor:
 
 def unpack(packed: Tensor, parameters: int) -> StepVote:
     data = packed.numpy().tobytes()
-    step, update, stop, check, rates, evaluations, count = _HEAD.unpack_from(data)
+    step, update, stop, check, rates, begun, whole, count = _HEAD.unpack_from(data)
     place = _HEAD.size
     bits = int.from_bytes(data[place : place + _used_bytes(parameters)], "little")
     place += _used_bytes(parameters)
@@ -163,7 +165,7 @@ def unpack(packed: Tensor, parameters: int) -> StepVote:
         place += MOST_MEANS * _MEAN.size
         lanes.append(LaneReport(lane, weight, loss, bool(finite), means, check=lane_check))
     used = tuple(bool(bits >> index & 1) for index in range(parameters))
-    return StepVote(step, update, Stop(stop), check, used, tuple(lanes), rates, evaluations)
+    return StepVote(step, update, Stop(stop), check, used, tuple(lanes), rates, (begun, whole))
 
 
 def any_used(votes: Sequence[StepVote]) -> list[bool]:
@@ -257,12 +259,14 @@ class Voting:
         return votes
 
 
-def check_evaluations(counts: Sequence[int]) -> None:
-    if len(set(counts)) > 1:
-        most, least = counts.index(max(counts)), counts.index(min(counts))
+def check_evaluations(told: Sequence[tuple[int, int]]) -> None:
+    """Of each worker: how many it has begun, and run through. One may leave early what another runs through."""
+    begun, whole = zip(*told, strict=True)
+    if max(whole) > min(begun):
+        most, least = whole.index(max(whole)), begun.index(min(begun))
         raise LoopError(
-            f"worker {most} has run through {counts[most]} loops over prepared evaluation loaders, worker {least} "
-            f"through {counts[least]}: such a loader deals its batches to all workers, so what one computes alone is "
+            f"worker {most} has run through {whole[most]} loops over prepared evaluation loaders, worker {least} has "
+            f"begun {begun[least]}: such a loader deals its batches to all workers, so what one computes alone is "
             "of a part of the data. Run it on every worker (engine.gather_for_metrics, engine.reduce), or on one "
             "over a DataLoader that engine.prepare() was not given"
         )

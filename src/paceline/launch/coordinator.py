@@ -168,7 +168,8 @@ class Coordinator:
                 if self._shows is not None:
                     self._shows(str(body["folder"]))
             case "evaluated":
-                process.evaluations = int(body["count"])
+                begun, whole = process.evaluations or (0, 0)  # of an Engine before
+                process.evaluations = begun + int(body["begun"]), whole + int(body["whole"])
             case "table":
                 self._show(SummaryTable.of(body["title"], body["rows"]))
             case _:

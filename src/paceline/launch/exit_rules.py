@@ -112,13 +112,15 @@ def success(processes: Sequence[Process]) -> Outcome | None:
 
 def uneven_evaluations(processes: Sequence[Process]) -> tuple[str, ...]:
     """Evaluations that only some workers have run, each over the part of the data that was dealt to it."""
-    told = {process.name: process.evaluations for process in processes if process.evaluations is not None}
-    most, least = max(told, key=told.__getitem__, default=""), min(told, key=told.__getitem__, default="")
-    if not told or told[most] == told[least]:
+    told = [(one.name, *one.evaluations) for one in processes if one.evaluations is not None and not one.is_server]
+    if not told:
+        return ()
+    most, least = max(told, key=lambda one: one[2]), min(told, key=lambda one: one[1])
+    if most[2] <= least[1]:
         return ()
     return (
-        f"paceline: warning: {most} has run through {told[most]} loops over prepared evaluation loaders, {least} "
-        f"through {told[least]}: such a loader deals its batches to all workers, so what one of them computes alone is "
+        f"paceline: warning: {most[0]} has run through {most[2]} loops over prepared evaluation loaders, {least[0]} "
+        f"has begun {least[1]}: such a loader deals its batches to all workers, so what one of them computes alone is "
         "of a part of the data. Run it on every worker and gather, or give that worker a DataLoader that "
         "engine.prepare() was not given",
     )

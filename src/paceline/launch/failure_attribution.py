@@ -161,8 +161,8 @@ class Process:
     waits: Waits | None = None
     failed_wait: FailedWait | None = None
     """The last one."""
-    evaluations: int | None = None
-    """Loops over prepared evaluation loaders that it has run through."""
+    evaluations: tuple[int, int] | None = None
+    """Loops over prepared evaluation loaders: that it has begun, and run through, when its Engines ended."""
     ended_at: float | None = None
     heard_at: float = 0.0
     """When it last sent a message, wrote output or used a processor."""

@@ -11,7 +11,7 @@
 | phase      | name: training, idle                | leaving while others train counts as a failure              |
 | progress   | step, total, fields, final          | one line is drawn below the output                          |
 | table      | title, rows                         | a summary is drawn at the end                               |
-| evaluated  | count                               | evaluations that only some workers ran are told at the end  |
+| evaluated  | begun, whole                        | evaluations that only some workers ran are told at the end  |
 | policy     | survive_worker_loss, hang_timeout_s | the job ends by what the strategy needs: `exit_rules`       |
 |            | stops_on_request                    | SIGTERM is known to end it after a step, with time to save  |
 | holds      | what                                | a failure is reported with what is lost: `keys 4…7`         |

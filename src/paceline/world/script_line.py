@@ -7,6 +7,7 @@ paceline/engine/step.py
 
 from __future__ import annotations
 
+import site
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,6 @@ def _is_of_script(frame: FrameType) -> bool:
 @cache
 def _not_the_script() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    installed = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    installed = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {site.getusersitepackages()}
     folders = [Path(__file__).parents[1], *(where for path in installed for where in (path, Path(path).resolve()))]
     return ("<frozen", "<eval_with_key>", *(f"{folder}/" for folder in folders))
