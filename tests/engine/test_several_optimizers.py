@@ -97,7 +97,7 @@ def test_a_schedule_that_needs_a_value_says_so_where_the_body_leaves_the_last_it
         scheduler = engine.prepare(ReduceLROnPlateau(optimizer, patience=1))
         with (
             pytest.warns(UserWarning, match="was left without"),
-            pytest.raises(LoopError, match="the ReduceLROnPlateau that the loop's body steps needs a value"),
+            pytest.raises(LoopError, match="the loop's body did not step the ReduceLROnPlateau"),
         ):
             for number, (x, y) in enumerate(loader):
                 if number == 5:
