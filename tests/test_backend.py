@@ -25,10 +25,10 @@ sys.meta_path.insert(0, Broken())
 '''
 
 
-def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | variables
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, env=environment
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False, env=environment
     )
 
 
@@ -87,3 +87,39 @@ print([finding.text for finding in torch_build(World()) if finding.about == "pac
         "imported",
         "['torch.distributed does not take it: TypeError: another signature']",
     ], done.stderr
+
+
+FREED = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+if sys.argv[1:] == ["group"]:
+    dist.init_process_group("paceline", store=dist.HashStore(), rank=0, world_size=1)
+before = resident_mib()
+tensor = torch.ones(2**24)
+full = resident_mib() - before
+del tensor
+print(full > 60, resident_mib() - before > 60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "kept"),
+    [
+        (("group",), {}, True),
+        ((), {}, False),
+        (("group",), {"PACELINE_KEEP_MEMORY": "0"}, False),
+        (("group",), {"MALLOC_ARENA_MAX": "2"}, False),
+    ],
+    ids=["a group", "no group", "not asked for", "an allocator that is set up"],
+)
+def test_a_script_with_a_group_of_the_backend_keeps_the_memory_that_it_frees(
+    arguments: tuple[str, ...], variables: dict[str, str], kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PACELINE_KEEP_MEMORY", "GLIBC_TUNABLES", *(name for name in os.environ if name.startswith("MALLOC_"))):
+        monkeypatch.delenv(name, raising=False)
+    done = run(FREED, *arguments, **variables)
+    assert done.stdout.split() == ["True", str(kept)], done.stderr

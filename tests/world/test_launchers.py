@@ -634,11 +634,17 @@ def lines_that_touch_the_environment(file: Path) -> Iterator[int]:
 def test_workers_keep_the_memory_they_free_only_if_asked_and_if_the_user_said_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in (*environment.KEEPING_MEMORY, "GLIBC_TUNABLES"):
+    for name in (*environment.KEEPING_MEMORY, "GLIBC_TUNABLES", "PACELINE_KEEP_MEMORY"):
         monkeypatch.delenv(name, raising=False)
     kept = environment.parent_environment(None, keep_memory=True)
     assert kept["MALLOC_TRIM_THRESHOLD_"] == str(2**40)
-    assert not any(name.startswith("MALLOC_") for name in environment.parent_environment(None, keep_memory=False))
+    given_back = environment.parent_environment(None, keep_memory=False)
+    assert not any(name.startswith("MALLOC_") for name in given_back)
+    assert environment.may_keep_memory({})
+    assert not environment.may_keep_memory(given_back)
+    monkeypatch.setenv("PACELINE_KEEP_MEMORY", "0")
+    assert not any(name.startswith("MALLOC_") for name in environment.parent_environment(None, keep_memory=True))
+    monkeypatch.delenv("PACELINE_KEEP_MEMORY")
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     told = environment.parent_environment(None, keep_memory=True)
     assert [name for name in told if name.startswith("MALLOC_")] == ["MALLOC_ARENA_MAX"]

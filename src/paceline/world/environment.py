@@ -123,14 +123,22 @@ def parent_environment(threads: int | None, *, keep_memory: bool, quiet: bool = 
 
     Thread pools are sized when numpy and torch are imported, so the count must be there before. None keeps what the
     user set, as torchrun does. With `keep_memory` workers reuse the memory that they free, unless the user has set up
-    the allocator already. With `quiet` they keep their notes to themselves.
+    the allocator already; without it nothing in them does. With `quiet` they keep their notes to themselves.
     """
     variables = {name: value for name, value in os.environ.items() if name != "PACELINE_SECRET"}
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
-    if keep_memory and not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in variables):
+    if not keep_memory:
+        variables["PACELINE_KEEP_MEMORY"] = "0"
+    elif may_keep_memory(variables):
         variables |= KEEPING_MEMORY
     return variables | ({"PACELINE_QUIET": "1"} if quiet else {})
+
+
+def may_keep_memory(variables: Variables = os.environ) -> bool:
+    """Nobody has set up the allocator in another way, or has asked with PACELINE_KEEP_MEMORY=0 to leave it as it is."""
+    allocator_is_set = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in variables)
+    return not allocator_is_set and text_of(variables, "PACELINE_KEEP_MEMORY") != "0"
 
 
 def is_quiet() -> bool:

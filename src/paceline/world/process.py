@@ -31,7 +31,7 @@ def process_name(pid: int) -> str:
         return ""
 
 
-_MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
 LARGE = 4 * 2**20
 
 
@@ -44,6 +44,17 @@ def give_back_free_memory() -> None:
 
 def keep_no_free_memory() -> None:
     """From now on what is large returns as soon as it is freed: the process has what it uses, and is slower for it."""
+    _set_allocator(_MMAP_THRESHOLD, LARGE)
+
+
+def keep_free_memory() -> None:
+    """From now on what is freed stays for the next step, as under `paceline run`, which asks so by the environment."""
+    _set_allocator(_TRIM_THRESHOLD, -1)  # never
+    if not _set_allocator(_MMAP_THRESHOLD, 2**30):
+        _set_allocator(_MMAP_THRESHOLD, 2**25)  # glibc before 2.35 takes no more
+
+
+def _set_allocator(option: int, value: int) -> bool:
+    """False where the C library is not glibc, or refuses the value."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(_MMAP_THRESHOLD, LARGE)
+    return set_option is not None and bool(set_option(option, value))

@@ -9,7 +9,8 @@ PACELINE_VERIFY           the folder in which a job is told what to record (`pac
 PACELINE_PLAN             what to profile of a script that is not trained (`paceline plan SCRIPT`)
 PACELINE_HOST_ADDRESS     the address that tensors leave this host from
 PACELINE_HARDWARE         a profile of this machine by which strategy="auto" chooses (`paceline bench hardware`)
-PACELINE_INCARNATION, _VAULT, _COPIES, _MEMBERS, _ACROSS_HOSTS     of an elastic job, by `paceline run` alone
+PACELINE_KEEP_MEMORY=0    freed memory goes back to the system as glibc has it (`paceline run --no-keep-memory`)
+PACELINE_INCARNATION, _MEMORY_FOLDER, _COPIES, _MEMBERS, _ACROSS_HOSTS     of an elastic job, by `paceline run` alone
 """
 
 from __future__ import annotations
