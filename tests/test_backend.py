@@ -26,10 +26,8 @@ sys.meta_path.insert(0, Broken())
 
 
 def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | variables
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False, env=environment
-    )
+    environment, command = os.environ | variables, [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
 
 def test_torch_knows_the_backend_without_an_import_of_ours() -> None:
@@ -119,7 +117,8 @@ print(full > 60, resident_mib() - before > 60)
 def test_a_script_with_a_group_of_the_backend_keeps_the_memory_that_it_frees(
     arguments: tuple[str, ...], variables: dict[str, str], kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PACELINE_KEEP_MEMORY", "GLIBC_TUNABLES", *(name for name in os.environ if name.startswith("MALLOC_"))):
+    set_up = [name for name in os.environ if name.startswith("MALLOC_")]
+    for name in ("PACELINE_KEEP_MEMORY", "GLIBC_TUNABLES", *set_up):
         monkeypatch.delenv(name, raising=False)
     done = run(FREED, *arguments, **variables)
     assert done.stdout.split() == ["True", str(kept)], done.stderr

@@ -3,8 +3,8 @@
 torch calls `register` by itself when it is imported where paceline is installed (the entry point `torch.backends`);
 `import paceline.backend` does it too. Other people's scripts get it as they are: torchrun, their own DDP.
 
-A script that was started without `paceline run` keeps the memory that it frees from its first group on, as scripts under
-`paceline run` do: what `zero_grad` frees is otherwise faulted in anew in every step, a sixth of a step of DDP.
+A script that was started without `paceline run` keeps the memory that it frees from its first group on, as scripts
+under `paceline run` do: what `zero_grad` frees is otherwise faulted in anew in every step, a sixth of a step of DDP.
 
 Every `import torch` passes here, so nothing else is imported before a group is made, and nothing here raises: where
 paceline can't be used, torch can. The first group that is asked for says what is wrong, and so does `paceline doctor`.
