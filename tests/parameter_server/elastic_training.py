@@ -143,7 +143,7 @@ class Training:
     def step(self, number: int, at: Callable[[str], None]) -> None:
         """Steps count from 1, rounds from 0."""
         strategy, mine = self.strategy, self.table.assignment[self.world.rank]
-        strategy.start_step(number - 1, self.table.plan(tuple(range(LANES)))[0])
+        strategy.start_step(number - 1, self.table.plan(tuple(range(LANES))).sums)
         at("forward")
         for lane in mine:
             place = ItemPlace(lane, True, lane == mine[-1], False, float(ROWS), False, ROWS)

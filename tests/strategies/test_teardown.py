@@ -142,7 +142,7 @@ class Crew:
     def step(self, moment: str = "") -> None:
         """One step; raises `Told` at the moment."""
         place, strategy = self.place, self.strategy
-        plan, _ = self.table.plan(tuple(range(LANES)))
+        plan = self.table.plan(tuple(range(LANES))).sums
         mine = self.table.assignment[self.members.index(self.place.slot)]
         strategy.start_step(place.round, plan)
         _tell("step begun", moment)

@@ -616,8 +616,8 @@ class Engine(AccelerateNames):
             self._note(f"paceline: {counted(compiled.graphs, 'graph')} compiled for {compiled.kinds}")
         self._objects.close()
         if not group.recovery.is_elastic:
-            begun, whole = group.evaluation_count.of_all
-            group.supervisor.tell("evaluated", begun=begun, whole=whole)
+            count = group.evaluation_count
+            group.supervisor.tell("evaluated", begun=count.begun, whole=count.whole)
         self._metrics_log.close(ok=not (ends_badly(error) or (loader is not None and loader.failed)))
         self.record_events(None)
         group.close()

@@ -76,16 +76,14 @@ class _Round:
 
 
 class EvaluationCount:
-    """Evaluations are numbered throughout a job, whatever loaders they are made with: who joins may lack some."""
+    """Evaluations are numbered throughout a job, whatever loaders they are made with: who joins may lack some.
+
+    Both numbers have to fit between workers: one may leave early what another has run through, but not leave it out.
+    """
 
     def __init__(self) -> None:
         self.begun = 0
         self.whole = 0  # of them: run through to the end by this worker
-
-    @property
-    def of_all(self) -> tuple[int, int]:
-        """What has to fit between workers: one may leave early what another has run through, but not leave it out."""
-        return self.begun, self.whole
 
     def told(self, loaders: Sequence[EvaluationLoader]) -> tuple[int, list[Place]]:
         """What the others need to know when workers have changed: how many were begun; places in those under way."""

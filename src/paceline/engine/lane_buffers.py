@@ -155,7 +155,7 @@ class LaneBuffers:
         """
         self._ahead = None
         self._left = {}
-        self._lost = self._undoable and len(self._live) == len(self._at_start)
+        self._lost = self._lost or (self._undoable and len(self._live) == len(self._at_start))
         if self._lost:
             self._write(self._at_start)
         self._undoable = False

@@ -499,9 +499,10 @@ class TrainStep:
     def backward(self, loss: Tensor, weight: float | Tensor | None, *, last: bool) -> None:
         """`engine.backward`; with this worker's last item the step gets its gradient."""
         now = self.now
+        if now.phase is Phase.LOST:
+            return
         if self._item_of_body() is not None and self._group.comm.is_over:
             self.lose()  # the workers have changed: forward may have had zeros for weights
-        if self.now.phase is Phase.LOST:
             return
         item, weight = rules.check_backward(self._item_of_body(), loss, weight, now.of_item, self.before)
         only_one = last and now.of_item.before is None and not (self._updating or self.update)
@@ -653,7 +654,7 @@ class TrainStep:
         if now.watched:
             for lane, check in (active.lane_checks or {}).items():
                 now.reports[lane].check = check
-        asked, agreement = self._stops.asked is not None, now.agreement
+        asked, agreement, evaluations = self._stops.asked is not None, now.agreement, self._group.evaluation_count
         return StepVote(
             step=self.step,
             update=self.update,
@@ -662,7 +663,7 @@ class TrainStep:
             rates=checksum_of_rates(settings),
             stop=Stop.vote(asked=asked, wanted=self.stop_wanted, later=agreement is Agreement.LATER),
             check=self.voting.check(self.step) if agreement is Agreement.NOW else 0,
-            evaluations=self._group.evaluation_count.of_all,
+            evaluations=(evaluations.begun, evaluations.whole),
         )
 
     def _cast(self, vote: StepVote) -> tuple[list[StepVote], list[LaneReport], list[bool]]:
@@ -728,7 +729,7 @@ class TrainStep:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any) -> Any:
         """The prepared optimizer's `step()`: acts when the step's gradient is there, and only then."""
-        now = self.now
+        now, before = self.now, self.before
         if now.phase is Phase.LOST:
             return None
         if closure is not None:
@@ -737,14 +738,14 @@ class TrainStep:
             rules.check_one_optimizer(len(self._optimizers))
         now.of_item.step_called = True
         if self.now.phase is Phase.ITEM and now.item is not None:
-            rules.check_backward_came_first(now.item, now.of_item, self.before, held=bool(now.reports))
-        self.checks.settings(now.item, now.seen, self.before)
+            rules.check_backward_came_first(now.item, now.of_item, before, held=bool(now.reports))
+        self.checks.settings(now.item, now.seen, before)
         if self.now.phase not in (Phase.COLLECTED, Phase.APPLIED):
             return None
         if id(optimizer) in now.acted:
             raise LoopError(f"optimizer.step() was called twice in step {self.number}")
         rules.check_not_seen(now.seen_by, self.number)
-        self.checks.before_update(now.seen, self.before, is_first=self.now.phase is Phase.COLLECTED)
+        self.checks.before_update(now.seen, before, is_first=self.now.phase is Phase.COLLECTED)
         return self._act(optimizer)
 
     def _act(self, optimizer: Optimizer) -> Any:
