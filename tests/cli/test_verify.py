@@ -175,3 +175,20 @@ def test_the_hello_world_keeps_the_promise_as_a_person_asks_for_it() -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
     assert "✓ 2 settings, 3 steps, 2 tensors: every bit is the same." in done.stdout
+
+
+@pytest.mark.job
+def test_the_folder_of_a_run_is_left_alone(call: Call, tmp_path: Path) -> None:
+    save = "checkpoints.save(); engine.log({'loss': 1.0})"
+    source = loop(engine="project_dir='.'", last=f"if engine.stepped: {save}").replace(
+        "for number", "engine.init_trackers('run')\ncheckpoints = engine.checkpoints('run')\nfor number"
+    )
+    Path("train.py").write_text(source)
+    folder = tmp_path / "run"
+    (folder / "checkpoint-5").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 5, "loss": 1.0}\n')
+    code, out, err = call("train.py", "--steps", "2", "--workers", "1,2", "--strategies", "ddp")
+    assert code == 0, err
+    assert "every bit is the same" in out
+    assert sorted(file.name for file in folder.rglob("*")) == ["checkpoint-5", "metrics.jsonl"]
+    assert (folder / "metrics.jsonl").read_text() == '{"step": 5, "loss": 1.0}\n'

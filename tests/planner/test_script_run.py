@@ -15,8 +15,7 @@ from paceline.planner.script_run import profile_script
 from paceline.planner.search import Request
 
 ROOT = Path(__file__).parents[2]
-OF_TRAINERS = {"from_hf_trainer.py", "from_lightning.py"}
-GUIDES = [file for file in sorted((ROOT / "examples/guides").glob("from_*.py")) if file.name not in OF_TRAINERS]
+GUIDES = sorted((ROOT / "examples/guides").glob("from_*.py"))
 
 pytestmark = [pytest.mark.job, pytest.mark.beside]
 
@@ -89,7 +88,59 @@ def test_the_loops_of_the_guides_are_profiled_and_leave_nothing(
     monkeypatch.chdir(tmp_path)
     profile, _ = profile_script(guide, [], Request(workers=2), timed=False, threads=1, fused_attention=False)
     assert profile.passes
-    assert not list(tmp_path.rglob("checkpoint-*"))
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+TRAINER = """
+import torch
+from torch import nn
+from paceline import Trainer, TrainingArguments
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x, labels=None):
+        logits = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+data = [{"x": torch.randn(16), "labels": torch.tensor(n % 4)} for n in range(64)]
+arguments = TrainingArguments("run", per_device_train_batch_size=8, gradient_accumulation_steps=2, OPTIONS)
+Trainer(Net(), arguments, train_dataset=data, eval_dataset=data).train()
+print("trained")
+"""
+OWN_LOOP = SCRIPT.replace("engine = paceline.Engine()", "engine = paceline.Engine(project_dir='.')").replace(
+    "total = 0.0", "engine.init_trackers('run')\ntotal = 0.0"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "accumulate"),
+    [
+        (TRAINER.replace("OPTIONS", "bf16=True"), 2),
+        (TRAINER.replace("OPTIONS", "overwrite_output_dir=True, eval_on_start=True"), 2),
+        (OWN_LOOP.replace("LOOKS", "pass"), 1),
+    ],
+    ids=["a Trainer", "a Trainer that overwrites", "a loop of one's own"],
+)
+def test_the_folder_of_the_run_is_left_alone(
+    source: str, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    (folder / "checkpoint-5").mkdir(parents=True)
+    (folder / "checkpoint-5" / "index.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"step": 5, "loss": 1.0}\n')
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    file = tmp_path / "train.py"
+    file.write_text(source)
+    request = Request(workers=2, checkpointing=(False,))
+    profile, why = profile_script(file, [], request, timed=False, threads=1, fused_attention=False)
+    assert why is None
+    assert (profile.samples, profile.accumulate) == (8, accumulate)
+    assert {Variant(n) for n in (8, 4, 2, 1)} <= profile.passes.keys()
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
 def test_a_plan_has_the_lanes_and_the_global_batch_of_its_script(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ class AccelerateNames:
     _objects: PreparedObjects
     _between: BetweenSteps
     _saver: Saver
+    _is_run: bool
+    """This is the run that the script is for: no plan, replay or verification, which leave its folder alone."""
 
     # -- who am I ----------------------------------------------------------------------------------------------------
 
@@ -187,6 +189,8 @@ class AccelerateNames:
         """
         taken("save_model", there)
         check_boundary(self._objects.step, "save_model")
+        if not self._is_run:
+            return
         folder = path_of("save_directory", save_directory)
         if not saves_adapters(model) and self._save_in_parts(model, folder):
             return

@@ -186,7 +186,7 @@ class Engine(AccelerateNames):
         self._metrics_log = MetricsLog(
             log_with,
             self._project_dir,
-            is_main=lambda: self.is_main_process,
+            is_main=lambda: self._writes_reports,
             world=self.resolved,
             say=self._note,
             at_end=self.store_residuals,
@@ -223,6 +223,7 @@ class Engine(AccelerateNames):
         group.ends_with_it.append(self._saver)
         parts = (config, group, self._objects, self._between)
         recorded = record_folder if self._replay is None else None
+        self._is_run = self._replay is None and told.plan is None and told.verify is None
         of_preparation = (*parts, self._stops, opinion, self._replay, recorded)
         if told.plan is None:
             self._preparation = Preparation(*of_preparation)
@@ -559,7 +560,7 @@ class Engine(AccelerateNames):
             self._recorder.close()
             self._recorder = None
         seat = self._group.seat
-        if folder is None or seat.is_server:
+        if folder is None or seat.is_server or not self._is_run:
             return
         folder = path_of("record_events: folder", folder)
         about = {"worker": seat.rank, "step": self.step, "joins": not self._group.recovery.admitted, **self.resolved()}
@@ -634,19 +635,23 @@ class Engine(AccelerateNames):
     def _at_boundary(self, operation: str) -> bool:
         """All workers are between two steps, with the newest weights; False: nothing is saved here.
 
-        So it is in a replay, where `paceline plan` runs the script, and on a worker that has yet to join the others.
+        So it is where the script is planned, replayed or verified, and on a worker that has yet to join the others.
         """
         check_boundary(self._objects.step, operation)
         if not self._preparation.trains:
             return False
         self._between.drain()
-        return self._replay is None and self._group.recovery.admitted
+        return self._is_run and self._group.recovery.admitted
 
     def store_residuals(self, folder: Path, times: Sequence[tuple[int, float]]) -> None:
         """At the end of a run, in its folder: what it measured beside what was predicted (`paceline plan`)."""
-        if self._objects.step is not None and self._replay is None:
+        if self._objects.step is not None and self._is_run:
             known = self.config, self.world, self.device, self._objects.step, self._objects.loader
             run_residuals.store(folder, times, *known)
+
+    @property
+    def _writes_reports(self) -> bool:
+        return self.is_main_process and self._is_run
 
     def _time_saving(self) -> AbstractContextManager[None]:
         step = self._objects.step

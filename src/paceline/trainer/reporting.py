@@ -99,7 +99,7 @@ class TrainingReports(NoReports):
         self._reports = RunReports(
             args.report_to,
             run,
-            is_main=lambda: engine.is_main_process,
+            is_main=lambda: engine._writes_reports,
             world=engine.resolved,
             say=partial(engine._note, area="trainer"),
             at_end=engine.store_residuals,

@@ -51,7 +51,7 @@ def begin(arguments: TrainingArguments, engine: Engine, *, fresh: bool) -> None:
 
     They can't stay: this run, restarted, would take them for its own. `overwrite_output_dir` removes them.
     """
-    if engine.is_main_process:
+    if engine._writes_reports:
         folder = Path(arguments.output_dir)
         if fresh and arguments.overwrite_output_dir:
             for path in all_checkpoints(folder):

@@ -354,7 +354,7 @@ class Trainer:
                 )
             batch, self._weight = batches[0], None if count is None else float(count)
         else:
-            self._weight = self.loss_rule.counted(batch)
+            self._weight = self._labels_of(batch)
         if self._weight is None and self._loop is not None and self._loop.has_ready_batches:
             self._weight = float(batch_size_of(batch))  # for the Engine such a batch is one sample
         self._note_tokens(batch, item)
@@ -424,8 +424,13 @@ class Trainer:
 
     def weight_of(self, batch: Any) -> float | None:
         """How many labels the loss of this batch is the mean of; None: its samples."""
-        counted = self.loss_rule.counted(batch)
-        return None if counted is None else counted.number()
+        counted = self._labels_of(batch)
+        return counted.number() if isinstance(counted, HostReading) else counted
+
+    def _labels_of(self, batch: Any) -> float | HostReading | None:
+        if not self.engine._preparation.trains:  # `paceline plan` runs this: its tensors have no values to count
+            return float(batch_size_of(batch))
+        return self.loss_rule.counted(batch)
 
     def count_tokens(self, batch: Any) -> int | Tensor:
         kind = str(self.args.include_num_input_tokens_seen)
