@@ -582,6 +582,32 @@ def test_going_on_by_hand_without_set_epoch_is_warned_of(tmp_path: Path) -> None
         resumes_by_hand(World(), first=1, epochs=2, **job)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_schedule_that_begins_anew_beside_a_loaded_optimizer_is_warned_of(
+    saved: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    def trains(state: dict[str, Any]) -> dict[str, Any]:
+        with Engine(lanes=2) as engine:
+            model = nn.Linear(8, 1)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=100)
+            model, optimizer, loader, scheduler = engine.prepare(model, optimizer, loader_of("shuffled", 16), scheduler)
+            if state:
+                optimizer.load_state_dict(state["optimizer"])
+                loader.set_epoch(1)
+            if state and saved:
+                scheduler.load_state_dict(state["scheduler"])
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                scheduler.step()
+            return {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+
+    trains(trains({}))
+    told = [str(one.message) for one in recwarn if "the LinearLR begins at its first" in str(one.message)]
+    assert len(told) == (0 if saved else 1), told
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 @pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.AdamW], ids=lambda make: make.__name__)
 def test_an_optimizer_that_is_new_has_no_history(make: Any, strategy: str) -> None:

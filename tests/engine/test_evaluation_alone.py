@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
@@ -63,7 +64,7 @@ def adds_up(world: World, *, asks: bool) -> tuple[int, list[str]]:
     told: list[str] = []
     logging.getLogger("paceline").handlers[:] = [messages.ToCaller(told.append)]
     with Engine(world=world, lanes=4, timeout_s=20) as engine:
-        model, optimizer, loader = prepared(engine, samples=18)  # 16, and 2 for 4 lanes
+        model, optimizer, loader = prepared(engine, samples=18)  # 16, and 2 for the first of 4 lanes
         seen = 0
         for x, y in loader:
             if not (asks and loader.shadow):
@@ -77,4 +78,30 @@ def adds_up(world: World, *, asks: bool) -> tuple[int, list[str]]:
 def test_a_batch_that_is_a_copy_is_told_to_a_body_that_does_not_ask(asks: bool) -> None:
     found = [result.value for result in run_workers(adds_up, 4, asks=asks)]
     assert (sum(seen for seen, _ in found) == 18) is asks, found
-    assert [len(told) for _, told in found] == [0, 0, 0 if asks else 1, 0]  # one tells it for all
+    assert [len(told) for _, told in found] == [0, 0 if asks else 1, 0, 0]  # one tells it for all
+
+
+def sums(world: World, *, where: str) -> list[str]:
+    told: list[str] = []
+    logging.getLogger("paceline").handlers[:] = [messages.ToCaller(told.append)]
+    with Engine(world=world, lanes=2, timeout_s=20) as engine:
+        evaluation = engine.prepare(DataLoader(vectors(28), batch_size=4))
+        for _ in range(3):
+            seen = torch.zeros(())
+            for x, _ in evaluation:
+                seen += len(x)
+                if where == "in the loop":
+                    engine.gather_for_metrics(x)
+            if where == "behind it":
+                assert engine.reduce(seen) == 28
+            if where == "behind it, by torch":
+                torch.distributed.all_reduce(seen)
+                assert seen == 28
+    return [text for text in told if "nothing was gathered or reduced" in text]
+
+
+@pytest.mark.parametrize("where", ["in the loop", "behind it", "behind it, by torch", "nowhere"])
+def test_an_evaluation_that_nobody_puts_together_is_told_once(where: str) -> None:
+    found = [result.value for result in run_workers(sums, 2, where=where)]
+    assert [len(told) for told in found] == [int(where == "nowhere"), 0]
+    assert run_workers(sums, 1, where=where)[0].value == []

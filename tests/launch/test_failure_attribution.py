@@ -39,6 +39,16 @@ def test_an_exception_comes_with_its_traceback_and_ours_without() -> None:
         assert len(attribute_failure(workers).lines) == lines
 
 
+def test_an_error_of_ours_names_the_line_of_the_script() -> None:
+    for ours, at in ((False, ""), (True, " (train.py:21)")):
+        workers = job(2)
+        workers[0].raised = Raised("SomeError", "text", place="train.py:21", ours=ours)
+        workers[0].failed_as = 0
+        assert (
+            attribute_failure(workers).lines[0] == f"paceline: worker 0 (pid 100) raised SomeError at step 7{at}: text"
+        )
+
+
 def test_the_same_error_of_several_workers_is_told_once() -> None:
     workers = job(3)
     for place, worker in enumerate(workers):

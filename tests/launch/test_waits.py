@@ -110,7 +110,7 @@ engine.barrier()
         ("never there", "", 1, r"worker 0 \(pid \d+\) waits in Engine\(\) \(job.py:7\) for worker 1 \(pid \d+\), "),
         ("never there", "--elastic", 1, r"worker 0 \(pid \d+\) waits in Engine\(\) \(job.py:7\) for worker 1 "),
         ("leaves", "--elastic", 1, r"worker 0 \(pid \d+\) waits in engine.barrier\(\) \(job.py:12\) for worker 1 "),
-        ("leaves", "--backend gloo", 1, r"worker 0 \(pid \d+\) raised PeerLostError: .*Connection closed by peer"),
+        ("leaves", "--backend gloo", 1, r"worker 0 .* raised PeerLostError \(job.py:12\): .*Connection closed by peer"),
         (
             "dawdles",
             "--elastic --heartbeat-timeout-s 1.5",

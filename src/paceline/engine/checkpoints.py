@@ -271,7 +271,7 @@ class Checkpoints:
         self._saved = True
         try:
             for path in set_aside(self.folder, self._step()):
-                self._say(f"paceline: the run went on from before {path.stem}; that is {path.name} now")
+                self._say(f"paceline: {path.stem} is of a step that this run has not reached: it is {path.name} now")
         except OSError as error:  # on this worker alone: it must not end what all are about to do
             self._warn(f"checkpoints of later steps could not be set aside: {error.strerror}")
 

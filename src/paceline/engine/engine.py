@@ -514,7 +514,8 @@ class Engine(AccelerateNames):
         if self._preparation.trains:
             self._saver.load(path_of("folder", folder), accept)
             if (loader := self._objects.loader) is not None and loader.source.epoch:
-                self._note(f"paceline: goes on in epoch {loader.source.epoch}, loader.epoch, after step {self.step}")
+                epoch = f"epoch {loader.source.epoch}, after step {self.step}"
+                self._note(f"paceline: goes on in {epoch}: a loop over epochs is `range(loader.epoch, epochs)` now")
 
     def checkpoints(
         self,
@@ -612,6 +613,8 @@ class Engine(AccelerateNames):
                 group.comm.give_up()
             else:
                 group.comm.abandon("this worker leaves in the middle of its loop")  # the others go on without it
+        for evaluation in group.evaluations:
+            evaluation.say_apart()
         self._saver.finish()
         if (compiled := self._objects.compiled) is not None:
             self._note(f"paceline: {counted(compiled.graphs, 'graph')} compiled for {compiled.kinds}")

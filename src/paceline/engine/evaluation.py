@@ -136,6 +136,7 @@ class EvaluationLoader:
         needs_all: Callable[[], bool] = lambda: False,
         in_step: Callable[[], bool] = lambda: False,
         sequences: WholeSequences | None = None,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`needs_all`: forward is a collective, so that no worker may leave a round out. `in_step`: of training."""
         check_assignable(source)
@@ -150,6 +151,8 @@ class EvaluationLoader:
         self._sequences = WholeSequences() if sequences is None else sequences
         self._meets = self._asks_for_shadow = False  # the bodies of this evaluation
         self._repeated: str | None = None  # what was handed out twice in the last one, and not left out
+        self._tell, self._is_told = tell, False
+        self._is_apart = False  # the last one has ended, and no worker has met another in it or since
         self._kept: DataLoader[Any] | None = None
         self._dealt = _Dealt()
         self._count = EvaluationCount() if count is None else count
@@ -231,9 +234,21 @@ class EvaluationLoader:
 
     def check_counted_once(self) -> None:
         """Before a collective behind the loop, which may be about what the body has added up."""
+        self._is_apart = False
         text, self._repeated = self._repeated, None
         if text is not None:
             raise LoopError(text)
+
+    def say_apart(self) -> None:
+        """Before the next evaluation, or at the end: nobody has put together what the workers have each seen of it."""
+        if self._is_apart and not self._is_told:
+            self._is_told = True
+            self._tell(
+                f"paceline: an evaluation dealt its batches to {self._size} workers, and nothing was gathered or "
+                "reduced in it or after it: what its loop adds up is one worker's part. engine.reduce(total) adds up "
+                "all workers', engine.gather_for_metrics(values) in the loop brings all values"
+            )
+        self._is_apart = False
 
     def confirmed(self) -> None:
         """A gather of this round has succeeded: this worker has the rows of `real_rows`."""
@@ -312,6 +327,7 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         refuse_update_bn(sys._getframe(1))
+        self.say_apart()
         self._on_start()
         self._begin()
         self._meets = self._asks_for_shadow = False
@@ -354,6 +370,7 @@ class EvaluationLoader:
                 "engine.reduce(mean, 'mean'), engine.gather_for_metrics(mean), or engine.reduce(sum over its tokens) "
                 "inside the loop"
             )
+        self._is_apart = self._size > 1 and not self._meets
         self._on_end()
 
     def _note_shadows(self, real: int) -> None:

@@ -15,7 +15,7 @@ recovery itself is told in elastic/recovery.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,12 @@ class PreparedLoader:
         stops: StopSignals,
         record_folder: Path | None,
         begun_elsewhere: Callable[[], bool] = lambda: False,
+        new_schedules: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
         """`record_folder`: of the samples used, if they are to be on record.
 
         `begun_elsewhere`: whether what is trained has been trained before, as the script loaded it by itself.
+        `new_schedules`: the schedulers that have not moved yet.
         """
         self.source = source
         self._step, self._config, self._group, self._boundary, self._stops = step, config, group, boundary, stops
@@ -67,7 +69,7 @@ class PreparedLoader:
         self._stepping: Generator[Any] | None = None  # the loop of `next_step`, which stands still after each step
         self._was_stopped = False
         self.in_loop = self.left_early = self.failed = False
-        self._begun_elsewhere, self._epoch_is_set = begun_elsewhere, False
+        self._begun_elsewhere, self._new_schedules, self._epoch_is_set = begun_elsewhere, new_schedules, False
         self.was_measured = False  # by len(): what is made from that counts items
         self.knows_shadows = False  # the body leaves them out of what it adds up by hand
         self._record_folder = record_folder
@@ -355,7 +357,14 @@ class PreparedLoader:
         if not self._stops.enter_loop(boundary.told):
             return False
         self.in_loop, self.failed = True, False
-        if not (self._step.rounds or self.source.epoch or self._epoch_is_set) and self._begun_elsewhere():
+        elsewhere = not self._step.rounds and self._begun_elsewhere()
+        if elsewhere and (new := self._new_schedules()):
+            messages.warn(
+                f"the optimizer has made steps before this job, but the {new[0]} begins at its first: where the script "
+                "loads optimizer.state_dict() it has to save and load scheduler.state_dict() too (unless a new "
+                "schedule is meant), or go on with engine.save_state() and engine.load_state()"
+            )
+        if elsewhere and not (self.source.epoch or self._epoch_is_set):
             messages.warn(
                 "the optimizer or scheduler has made steps before this job, but the data begin with epoch 0, whose "
                 "samples and random numbers come again; call loader.set_epoch(epoch) before the loop, or go on with "
@@ -493,9 +502,9 @@ class PreparedLoader:
             first = next(rank for rank, lanes in enumerate(self._step.now.holders) if not lanes)
             if first == self._group.comm.rank:
                 messages.logger("engine").info(
-                    "paceline: in the epoch's last step this worker has no samples: it runs the body on a copy of "
-                    "another one's batch, of which nothing is trained. What the body adds up by hand (a count of "
-                    "samples) leaves it out where loader.shadow is true; engine.mean() does by itself"
+                    "paceline: the epoch's last step has no samples for this worker: it runs the body on a copy of "
+                    "another one's batch, of which nothing is trained. Only a sum by hand in the body has to leave it "
+                    "out (`if not loader.shadow`); engine.mean() does by itself"
                 )
         if self._record is not None and not item.shadow:
             self._handed_out.append(item)

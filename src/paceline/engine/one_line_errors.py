@@ -7,14 +7,11 @@ names the place in the user's script. Other exceptions keep their traceback, and
 from __future__ import annotations
 
 import sys
-import traceback
-from pathlib import Path
 from types import TracebackType
 
 from paceline.errors import PacelineError
 from paceline.world import out_of_memory
-
-_PACKAGE = str(Path(__file__).parents[1])
+from paceline.world.script_line import place_of_error
 
 
 def show_our_errors_in_one_line() -> None:
@@ -25,16 +22,12 @@ def show_our_errors_in_one_line() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if isinstance(error, PacelineError):
-            print(f"paceline: {_place(frames)}{kind.__name__}: {error}", file=sys.stderr, flush=True)
+            place = place_of_error(frames)
+            at = f"{place}: " if place else ""
+            print(f"paceline: {at}{kind.__name__}: {error}", file=sys.stderr, flush=True)
         else:
             out_of_memory.explain(error)
             before(kind, error, frames)
 
     hook.one_line = True  # type: ignore[attr-defined]
     sys.excepthook = hook
-
-
-def _place(frames: TracebackType | None) -> str:
-    """The last line of the traceback that is not ours."""
-    theirs = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(_PACKAGE)]
-    return f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""

@@ -525,6 +525,7 @@ class Preparation:
                 timeout_s=self._config.timeout_s,
                 on_start=self._between.drain,
                 on_end=self._between.end_evaluation,
+                tell=self._group.note,
                 count=self._group.evaluation_count,
                 # Strategies that fill a model from the meta device are those that gather weights in forward.
                 needs_all=lambda: self._objects.step is not None and self._config.strategy.entry.fills_meta,
@@ -548,6 +549,7 @@ class Preparation:
         own.loader = PreparedLoader(
             source, step, config, group, self._between.boundary, self._stops, self._record_folder,
             begun_elsewhere=lambda: own.has_history or has_history(own.optimizers, own.schedulers),
+            new_schedules=lambda: [type(one).__name__ for one in own.schedulers if not getattr(one, "last_epoch", 1)],
         )  # fmt: skip
         hear_epochs(loader, own.loader.set_epoch)
         group.note(self._described(source) + which)

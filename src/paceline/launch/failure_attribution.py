@@ -75,6 +75,8 @@ class Raised:
     type: str
     text: str
     traceback: str = ""
+    place: str = ""
+    """The script's line that it came through last."""
     step: int | None = None
     ours: bool = False
     """One of paceline's own errors: its text is the whole story, a traceback would bury it."""
@@ -83,14 +85,19 @@ class Raised:
     @classmethod
     def from_message(cls, body: Mapping[str, Any]) -> Raised:
         raised = cls(**body)
-        if not all(isinstance(text, str) for text in (raised.type, raised.text, raised.traceback)):
-            raise TypeError("an error whose type, text or traceback is no text")
+        if not all(isinstance(text, str) for text in (raised.type, raised.text, raised.traceback, raised.place)):
+            raise TypeError("an error whose type, text, traceback or place is no text")
         return replace(raised, step=None if raised.step is None else int(raised.step))
 
     @property
     def is_consequence(self) -> bool:
         text = self.text.lower()
         return self.secondary or (not self.ours and any(phrase in text for phrase in CONSEQUENCES))
+
+    @property
+    def at_place(self) -> str:
+        """Of an error that is shown without its traceback."""
+        return f" ({self.place})" if self.ours and self.place else ""
 
     @property
     def summary(self) -> str:
@@ -263,7 +270,7 @@ def _same_error_everywhere(processes: Sequence[Process], root: Process) -> str |
     if len(same) == 1 or any(not process.is_server or process.failed_as is not None for process in others):
         return None
     those = f"all {count(same)}" if sum(not process.is_server for process in same) > 1 else count(same)
-    return f"{those} raised {first.type}{root.at_step}: {first.text}"
+    return f"{those} raised {first.type}{root.at_step}{first.at_place}: {first.text}"
 
 
 def what_happened(process: Process, processes: Sequence[Process], where: str | None = None) -> str:
@@ -271,7 +278,7 @@ def what_happened(process: Process, processes: Sequence[Process], where: str | N
     at = process.at_step if where is None else f" {where}"
     if process.raised is not None:
         text = process.raised.text if process.raised.ours else process.raised.summary
-        return f"raised {process.raised.type}{at}" + (f": {text}" if text else "")
+        return f"raised {process.raised.type}{at}{process.raised.at_place}" + (f": {text}" if text else "")
     if process.status is not None and process.status < 0:
         hint = _killed_by(process) if -process.status == signal.SIGKILL else ""
         return f"was killed by {signal_name(-process.status)}{at}{hint if where is None or hint[:1] == ':' else ''}"

@@ -30,6 +30,7 @@ from paceline.errors import GenerationEnded, PacelineError, PeerLostError, World
 from paceline.world import environment, messages, out_of_memory
 from paceline.world.control import ControlClient, no_thread
 from paceline.world.process import SERVER, set_process_name
+from paceline.world.script_line import place_of_error
 from paceline.world.world import ControlSocket, World
 
 STACK_SIGNAL = int(signal.SIGRTMAX) - 1
@@ -167,6 +168,7 @@ def _report(error: BaseException, world: World) -> None:
             type=type(error).__name__,
             text=str(error),
             traceback=text,
+            place=place_of_error(_script_frames(error.__traceback__)),
             ours=isinstance(error, PacelineError),
             # Zeros in place of weights that were lost with another worker may fail in ways of their own.
             secondary=isinstance(error, PeerLostError | GenerationEnded) or WorkerAgent.others_changed(),

@@ -145,7 +145,7 @@ def _files_of(folder: Path, recent: int | None) -> tuple[list[WorkerFile], list[
         )
         raise DataError(
             f"{named} has no events{those if below else ''}: runs write them to {FOLDER}/ from the Trainer, or after "
-            "engine.init_trackers()"
+            "engine.init_trackers() or engine.record_events(folder)"
         )
     files, problems = [], []
     for path in paths:

@@ -183,7 +183,8 @@ class Plan:
         }[most]
         numbers = f"{1e3 * getattr(best.time, most):.3g} ms a step against {1e3 * getattr(rival.time, most):.3g}"
         near = "" if ahead > ALIKE else "; so near that only a measurement can tell"
-        return f"{ahead:.0%} faster than {rival.strategy}: {told} ({numbers}){near}"
+        faster = f"{ahead:.0%} faster than" if ahead >= 0.005 else "as fast as"
+        return f"{faster} {rival.strategy}: {told} ({numbers}){near}"
 
     def flags(self) -> str:
         """What to start the best with; batch_size and accumulate belong to the script."""
@@ -198,7 +199,8 @@ class Plan:
         accumulate = [f"accumulate={best.accumulate}"] if best.accumulate > 1 else []
         of_engine = ", ".join([*accumulate, *(["compile=True"] if best.compiled else [])])
         script = f"batch_size={best.samples}" + (f", Engine({of_engine})" if of_engine else "")
-        return f"{' '.join(words)} SCRIPT    with {script}"
+        name = self.model.name if self.model.name.endswith(".py") else "SCRIPT"
+        return f"{' '.join(words)} {name}    with {script}"
 
     def why_nothing_fits(self) -> str:
         if not self.too_large:

@@ -65,7 +65,8 @@ def likely_cause(
                 "learning rates",
                 f"worker {found.workers[0]} has another learning rate, decay or momentum: a schedule that counts the "
                 "items of this worker, or depends on the number of workers",
-                "make the schedule over engine.steps_per_epoch(loader), and give the scheduler to engine.prepare()",
+                "take no rate from engine.num_processes: it belongs to the global batch, which lanes make; make the "
+                "schedule over engine.steps_per_epoch(loader), and give the scheduler to engine.prepare()",
             )
         case c.GRADIENT:
             return _of_sum(found)

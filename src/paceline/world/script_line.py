@@ -11,7 +11,7 @@ import site
 import sysconfig
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 
 def frames_to_script(innermost: FrameType | None) -> tuple[list[FrameType], FrameType | None]:
@@ -22,6 +22,16 @@ def frames_to_script(innermost: FrameType | None) -> tuple[list[FrameType], Fram
         inside.append(frame)
         frame = frame.f_back
     return inside, frame
+
+
+def place_of_error(frames: TracebackType | None) -> str:
+    """The script's line that an exception came through last; empty where it came through none."""
+    place = ""
+    while frames is not None:
+        if _is_of_script(frames.tb_frame):
+            place = f"{Path(frames.tb_frame.f_code.co_filename).name}:{frames.tb_lineno}"
+        frames = frames.tb_next
+    return place
 
 
 def place_of(frame: FrameType) -> str:
