@@ -80,6 +80,7 @@ def started_job(
     *,
     faults: str | None = None,
     script: Path = SCRIPT,
+    lanes: int | None = LANES,
     environment: dict[str, str] | None = None,
     timeout_s: float = 75.0,
 ) -> Iterator[RunningJob]:
@@ -89,7 +90,8 @@ def started_job(
     variables = {"TMPDIR": str(temporary), **(environment or {})}
     if faults is not None:
         variables["PACELINE_FAULTS"] = faults
-    command = ["run", "--lanes", str(LANES), *shlex.split(flags), str(script), *shlex.split(arguments)]
+    of_flag = [] if lanes is None else ["--lanes", str(lanes)]
+    command = ["run", *of_flag, *shlex.split(flags), str(script), *shlex.split(arguments)]
     outputs = (folder / "out.txt", folder / "err.txt")
     process = _CONTEXT.Process(target=_run_paceline, args=(command, folder, variables, *outputs))
     process.start()

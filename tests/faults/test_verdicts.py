@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.examples.running import EXAMPLES
 from tests.faults.elastic_jobs import ELASTIC, check_unharmed, hash_undisturbed, run_elastic
 from tests.faults.jobs import processes_in, run_job, started_job
 
@@ -62,3 +64,14 @@ def test_the_coordinators_death_takes_all_with_it_and_a_restart_has_the_same_bit
     assert set(again.hashes.values()) == {hash_undisturbed()}
     assert again.samples.clean, again.samples
     assert again.left == []
+
+
+def test_lanes_that_the_script_says_stay_when_a_worker_is_replaced(tmp_path: Path) -> None:
+    said = {"script": EXAMPLES / "hello.py", "lanes": None}
+    alone = run_job(tmp_path / "alone", "--workers 1", **said)
+    job = run_job(tmp_path / "job", ELASTIC, faults="kill:rank=1,step=3,phase=forward", **said)
+    assert (job.code, job.left) == (0, []), job.text
+    assert "worker 1 was killed by SIGKILL in step 3" in job.err, job.text
+    weights = [re.findall("sha256:[0-9a-f]+", one.out) for one in (alone, job)]
+    assert len(weights[0]) == 1
+    assert weights[0] == weights[1]

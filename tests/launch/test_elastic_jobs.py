@@ -555,7 +555,7 @@ steps, incarnation = 12, int(os.environ["PACELINE_INCARNATION"])
 news = queue.Queue()
 control.heard = lambda kind, body: news.put((kind, body))
 control.tell("elastic.here", incarnation=incarnation)
-facts = {"lanes": os.environ["PACELINE_LANES"]}
+facts = {"lanes": os.environ["PACELINE_DEFAULT_LANES"]}
 generation, step = 1, 0
 
 def regroup(body):

@@ -61,6 +61,15 @@ def test_a_loop_is_profiled_in_every_variant(tmp_path: Path) -> None:
     assert profile.passes[Variant(8)].flops == 2 * 8 * (2 * 16 * 32 + 3 * 32 * 4)
 
 
+def test_a_batch_of_one_is_left_out_where_batch_norm_cannot_have_it(tmp_path: Path) -> None:
+    file = script(tmp_path)
+    file.write_text(file.read_text().replace("nn.ReLU()", "nn.BatchNorm1d(32)"))
+    request = Request(workers=2, checkpointing=(False,))
+    profile, why = profile_script(file, [], request, timed=False, threads=1, fused_attention=False)
+    assert why is None
+    assert set(profile.passes) == {Variant(n) for n in (8, 4, 2)}
+
+
 def test_a_loop_that_looks_at_its_loss_runs_for_real_and_says_why(tmp_path: Path) -> None:
     file = script(tmp_path, looks="assert loss.item() < 100")
     profile, why = profile_script(file, [], Request(workers=2), timed=False, threads=1, fused_attention=False)

@@ -236,7 +236,9 @@ def config_of(
             check(given)
     mesh = mesh_of(seat, mesh)
     strategy = _or(one_of("strategy", strategy, told.strategy), _by_mesh(mesh) or "ddp")
-    strategy, default_lanes = as_verified(told.verify, strategy, default_lanes=seat.size // mesh.model)
+    strategy, default_lanes = as_verified(
+        told.verify, strategy, default_lanes=_or(told.default_lanes, seat.size) // mesh.model
+    )
     is_auto = isinstance(strategy, str) and strategy == AUTO and offload is None and told.offload is None
     if isinstance(strategy, str) and strategy == AUTO:  # until it is settled; ddp has no offload
         strategy = "ddp" if is_auto else "zero3" if PARAMETERS in (offload, told.offload) else "zero2"

@@ -42,6 +42,7 @@ from paceline.planner.model_profile import (
     PassProfile,
     PassRecorder,
     Variant,
+    fewest_samples,
     is_fake,
     new_fake_mode,
     recomputing,
@@ -173,7 +174,8 @@ class ProfiledStep:
         if self._order.real:
             return [Variant(given)]
         wanted = variants_for(self._order.request.of_script(self._lanes, self._accumulate, given), given)
-        return [variant for variant in wanted if self._blocks or not variant.recomputed]
+        least = fewest_samples(self._models)
+        return [one for one in wanted if one.samples >= least and (self._blocks or not one.recomputed)]
 
     @property
     def timed_passes(self) -> int:

@@ -141,7 +141,7 @@ def default_threads(settings: LaunchSettings, size: int) -> int | None:
         return settings.threads
     if environment.thread_limit() is not None:
         return None
-    return max(1, len(os.sched_getaffinity(0)) // (settings.lanes or size))
+    return max(1, len(os.sched_getaffinity(0)) // (settings.lanes or settings.default_lanes or size))
 
 
 def worker_variables(world: World, assignment: HostAssignment) -> dict[str, str]:

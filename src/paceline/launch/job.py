@@ -110,7 +110,7 @@ class Job:
                 f"--max-workers {most}, but {lanes} lane{'s' if lanes > 1 else ''}; every worker needs at least one: "
                 f"use --lanes {most} or more (lanes are fixed for the life of a job)"
             )
-        return _check_lanes(replace(self.settings, lanes=lanes), size)  # workers may go, lanes stay
+        return _check_lanes(replace(self.settings, default_lanes=lanes), size)  # workers may go, lanes stay
 
 
 def _check_lanes(settings: LaunchSettings, size: int) -> LaunchSettings:

@@ -411,6 +411,11 @@ def resized(batch: Any, samples: int, given: int) -> Any:
     return batch
 
 
+def fewest_samples(models: Sequence[nn.Module]) -> int:
+    """BatchNorm1d over features has nothing to normalise over in a batch of one, and raises."""
+    return 2 if any(isinstance(module, nn.BatchNorm1d) for model in models for module in model.modules()) else 1
+
+
 def samples_in(batch: Any) -> int:
     """The length of the first dimension of the first tensor that has one."""
     lengths = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]

@@ -35,6 +35,7 @@ from paceline.planner.model_profile import (
     PassRecorder,
     Variant,
     explained,
+    fewest_samples,
     new_fake_mode,
     recomputing,
     resized,
@@ -176,7 +177,7 @@ def profile_source(
     try:
         with mode:
             model, batch, loss = source.build()
-        wanted = variants(samples_in(batch))
+        wanted = [one for one in variants(samples_in(batch)) if one.samples >= fewest_samples([model])]
         with fused() if fused_attention else nullcontext(), around(model):
             profile = _profiled(source, model, batch, loss, mode, wanted, blocks, bucket_bytes)
     except ConfigError as error:

@@ -196,7 +196,7 @@ class Plan:
             words.append(f"--precision {best.precision}")
         if best.recomputed:
             words.append("--activation-checkpointing blocks")
-        accumulate = [f"accumulate={best.accumulate}"] if best.accumulate > 1 else []
+        accumulate = [f"accumulate={best.accumulate}"] if best.accumulate != self.model.accumulate else []
         of_engine = ", ".join([*accumulate, *(["compile=True"] if best.compiled else [])])
         script = f"batch_size={best.samples}" + (f", Engine({of_engine})" if of_engine else "")
         name = self.model.name if self.model.name.endswith(".py") else "SCRIPT"

@@ -10,7 +10,8 @@ PACELINE_PLAN             what to profile of a script that is not trained (`pace
 PACELINE_HOST_ADDRESS     the address that tensors leave this host from
 PACELINE_HARDWARE         a profile of this machine by which strategy="auto" chooses (`paceline bench hardware`)
 PACELINE_KEEP_MEMORY=0    freed memory goes back to the system as glibc has it (`paceline run --no-keep-memory`)
-PACELINE_INCARNATION, _MEMORY_FOLDER, _COPIES, _MEMBERS, _ACROSS_HOSTS     of an elastic job, by `paceline run` alone
+PACELINE_INCARNATION, _MEMORY_FOLDER, _COPIES, _MEMBERS, _ACROSS_HOSTS, _DEFAULT_LANES
+                          of an elastic job, by `paceline run` alone
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def settings_of(variables: Variables, size: int) -> LaunchSettings:
         )
     settings: dict[str, Any] = {}
     for name in (one.name for one in fields(LaunchSettings)):
-        least = {"lanes": 1, "threads": 1, "seed": 0, "tp": 1, "cp": 1}.get(name)
+        least = {"lanes": 1, "default_lanes": 1, "threads": 1, "seed": 0, "tp": 1, "cp": 1}.get(name)
         variable = setting_variable(name)
         settings[name] = text_of(variables, variable) if least is None else number_of(variables, variable, least)
     return LaunchSettings(**settings)

@@ -62,10 +62,12 @@ class LaunchSettings:
     tp: int | None = None  # workers of a tensor-parallel group
     cp: int | None = None  # likewise, that share a sequence
     verify: str | None = None  # a folder: `paceline verify` compares what workers write there
+    default_lanes: int | None = None  # where nobody says: as many as an elastic job began with workers
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
             ("lanes", self.lanes, 1, known_names.MOST_LANES),
+            ("default_lanes", self.default_lanes, 1, known_names.MOST_LANES),
             ("threads", self.threads, 1, known_names.MOST_THREADS),
             ("seed", self.seed, 0, known_names.SEEDS - 1),
             ("tp", self.tp, 1, known_names.MOST_LANES),
