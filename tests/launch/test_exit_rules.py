@@ -143,6 +143,18 @@ def test_a_worker_is_left_alone_when_it(why: str) -> None:
     assert check_last_workers(processes, Policy(), 1000.0, False).outcome is None
 
 
+def test_a_worker_without_an_engine_is_waited_for_and_that_is_told_once() -> None:
+    processes = job(3)
+    end(processes[:2], at=10.0)
+    processes[2].phase = Phase.UNKNOWN
+    assert check_last_workers(processes, Policy(), 10.0 + QUIET_S / 2, False).lines == ()
+    told = check_last_workers(processes, Policy(), 10.0 + QUIET_S, False)
+    assert told.outcome is None
+    assert "worker 2" in told.lines[0]
+    assert "still running 60 s after the other workers ended" in told.lines[0]
+    assert check_last_workers(processes, Policy(), 10.0 + QUIET_S, True).lines == ()
+
+
 def test_an_evaluation_that_one_worker_ran_alone_is_told_at_the_end() -> None:
     processes = job(3)
     for process, evaluations in zip(processes, ((2, 2), (1, 1), (1, 1)), strict=True):

@@ -157,8 +157,11 @@ def check_last_workers(processes: Sequence[Process], policy: Policy, now: float,
         late = f"{_names(left)}: still running {SERVERS_END_S:g} s after the last worker ended"
         return Check(outcome=_stopped(left, late))
     workers = [process for process in left if not process.is_server]
-    if any(worker.phase is Phase.UNKNOWN for worker in workers):
-        return Check()
+    if any(worker.phase is Phase.UNKNOWN for worker in workers):  # no Engine that would tell what they do
+        if warned or now - since < QUIET_S:
+            return Check()
+        text = f"{_names(workers)}: still running {QUIET_S:g} s after the other workers ended; Ctrl-C leaves"
+        return Check(lines=(f"paceline: {text}",))
     quiet_s = now - max(since, *(worker.heard_at for worker in workers))
     if quiet_s >= policy.hang_timeout_s:
         return Check(outcome=_stopped(workers, _silence(workers, policy.hang_timeout_s)))
