@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from paceline.world import process
 from tests import workers
 
 PROCESSES = ("workers", "job", "browser")
@@ -46,6 +47,14 @@ def pytest_collection_finish() -> None:
     """Thousands of tests and all that they import live to the end: engines and collections need not walk over them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def freed_memory_is_not_kept() -> Iterator[None]:
+    """By a group that a test makes in this process, for its life: others measure what they allocate here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "keep_free_memory", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")
