@@ -361,6 +361,12 @@ def test_weights_that_are_edited_in_every_item_are_refused(edit: Callable[[nn.Mo
         alone(partial(edits, edit=edit))
 
 
+def test_a_lazy_module_that_has_not_run_is_no_copy_of_the_model() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(16), nn.Dropout(0.1), nn.Linear(16, 1))
+    assert alone(partial(edits, edit=clamps)).startswith("sha256:")
+    assert type(lazy) is type(net())
+
+
 def test_an_edit_in_every_item_that_begins_later_is_found_too() -> None:
     with pytest.raises(LoopError, match=r"changed inside step \d+: "):
         alone(partial(edits, edit=shrinks, start=5))

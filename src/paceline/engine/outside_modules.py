@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import Parameter
+from torch.nn import Parameter, UninitializedParameter
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from paceline.engine.replicas import wrapper_of
@@ -59,5 +59,9 @@ class OutsideModules:
         return {id(module) for model in self._models for module in model.modules()}
 
 
-def _shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+def _shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...] | None]]:
+    """A lazy module that has not run has none yet, and is a copy of no prepared one."""
+    return [
+        (name, None if isinstance(parameter, UninitializedParameter) else tuple(parameter.shape))
+        for name, parameter in module.named_parameters()
+    ]
