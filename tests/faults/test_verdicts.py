@@ -46,7 +46,8 @@ def test_a_flipped_bit_in_a_part_that_only_one_has_is_found_by_that_one(strategy
     orders = ["flip:rank=2,step=3"]
     job = run_elastic(tmp_path / "job", f"--strategy {strategy}", "--second-opinion 100", orders=orders)
     check_unharmed(job)
-    assert "worker 2 raised ReplicaError in step 3: worker 2: its part of the weights" in job.err, job.text
+    told = r"worker 2 raised ReplicaError in step 3 \(\w+\.py:\d+\): worker 2: its part of the weights"
+    assert re.search(told, job.err), job.text
     assert "between the updates of steps 2 and 3, where nothing writes to it" in job.err, job.text
 
 
