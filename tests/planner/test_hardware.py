@@ -120,6 +120,12 @@ def test_costs_of_three_models_give_their_coefficients_back() -> None:
     assert min(fitted([3e-3, 1e-3, 2e-3]).values()) >= 0  # noise gives no negative cost
 
 
+def test_an_exchange_of_next_to_nothing_takes_what_was_measured() -> None:
+    cost = Exchange(1e-4, 1e-9, 0.0, least_s=1e-3)
+    assert cost.seconds(100, 8) == 1e-3
+    assert cost.seconds(10**7, 8) == pytest.approx(1.01e-2)
+
+
 def test_what_workers_measured_becomes_a_profile_that_can_be_read(tmp_path: Path) -> None:
     rates = {"flops": {"float32": 1e9}, "memory_bandwidth": 1e9, "operator_s": 1e-6, "update_bandwidth": 1e9}
     cost = {"fixed_s": 1e-3, "per_byte_s": 1e-9, "per_tensor_s": 1e-6}

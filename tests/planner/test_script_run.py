@@ -80,6 +80,20 @@ def test_a_loop_that_looks_at_its_loss_runs_for_real_and_says_why(tmp_path: Path
     assert profile.how == "a real step, recorded, timed here"
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_fetching_counts_where_no_process_does_it_beside_the_step(workers: int, tmp_path: Path) -> None:
+    file = script(tmp_path)
+    slow = "collate_fn=lambda rows: time.sleep(0.05) or torch.utils.data.default_collate(rows), "
+    text = file.read_text().replace("import torch,", "import time, torch,")
+    file.write_text(text.replace("batch_size=8", f"batch_size=8, {slow}num_workers={workers}"))
+    assert slow in file.read_text()
+    profile, why = profile_script(file, [], Request(workers=2), timed=True, threads=1, fused_attention=False)
+    assert why is None
+    seconds = profile.passes[Variant(8)].measured_s
+    assert seconds is not None
+    assert (seconds >= 0.05) == (workers == 0)
+
+
 def test_a_script_that_prepares_nothing_is_refused_with_what_it_needs(tmp_path: Path) -> None:
     file = tmp_path / "nothing.py"
     file.write_text("print('hello')\n")

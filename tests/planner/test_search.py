@@ -121,6 +121,19 @@ def test_a_pass_that_was_timed_is_slowed_by_the_workers_beside_it() -> None:
     assert 0.5 < pass_s(timed, machine(), 2) < pass_s(timed, machine(), 4)
 
 
+def test_the_engines_own_time_counts_by_item_and_once_a_step() -> None:
+    bare = machine()
+    slow = machine(rates={n: dataclasses.replace(r, step_s=0.5, item_s=2.0) for n, r in bare.rates.items()})
+    for workers, lanes, items in ((1, 4, 4), (4, 4, 1), (2, 4, 2)):
+        one, other = (
+            planned(on, workers=workers, lanes=lanes, strategies=("ddp",), micro_batches=(8,), checkpointing=(False,))
+            for on in (bare, slow)
+        )
+        exchange_has_the_first = workers == 2  # the only one that was measured, against a plain loop
+        wanted = 2.0 * items + 0.5 - 2.5 * exchange_has_the_first
+        assert other.best.time.step_s - one.best.time.step_s == pytest.approx(wanted)
+
+
 def test_a_measured_exchange_is_used_where_it_was_measured() -> None:
     plan = planned(machine(), workers=2, strategies=("ddp",))
     assert all(one.time.measured for one in plan.fitting)

@@ -7,7 +7,8 @@ over gloo and over shared memory; and a step of each strategy with a model that 
 
     a step of the Engine - a step of plain torch, which talks to no other worker + the part of the update saved
 
-over three models (bytes and tensors differ), from which three coefficients follow: fixed, per byte, per tensor.
+over three models (bytes and tensors differ), from which three coefficients follow: fixed, per byte, per tensor; over
+a fourth of next to no size, the least that it takes; and what a lone worker's Engine adds to a step and to an item.
 It measures CPUs, whatever else the machine has: a GPU's profile comes from its data sheet (docs/concepts/plan.md).
 The plan is here, without torch; `hardware_measure` runs in the workers.
 """

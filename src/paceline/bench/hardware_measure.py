@@ -27,6 +27,7 @@ from paceline.world.world import World
 
 SHAPES = ((8, 2**17), (8, 2**21), (64, 2**15))
 """(layers, elements of each): little, many bytes, many tensors."""
+TINY = (8, 256)
 WARM_UP = 3
 SIZES = (4 * 2**10, 2**20, 16 * 2**20)
 
@@ -65,17 +66,19 @@ def measure(run: HardwareRun, world: World) -> dict[str, Any]:
     with borrowed_settings(), meeting(world), threads(run.threads):
         dist.barrier()
         rates = rates_here(workers=world.size, threads=run.threads)
-        mine = [*rates.flops.values(), rates.memory_bandwidth, rates.operator_s, rates.updates]
+        mine = [*rates.flops.values(), rates.memory_bandwidth, rates.operator_s, *_engine_alone(run)]
         columns = [statistics.fmean(column) for column in gathered(mine)]
-        *flops, bandwidth, operator_s, _ = columns
-        plain = [_plain(*shape, run.steps) for shape in SHAPES]
-        updates = [_touched(shape) / update for shape, (_, update) in zip(SHAPES, plain, strict=True)]
+        *flops, bandwidth, operator_s, step_s, item_s = columns
+        plain = [_plain(*shape, _steps(run, shape)) for shape in (*SHAPES, TINY)]
+        update_bandwidth = _touched(SHAPES[1]) / plain[1][1]
         found: dict[str, Any] = {
             "rates": {
                 "flops": dict(zip(rates.flops, flops, strict=True)),
                 "memory_bandwidth": bandwidth,
                 "operator_s": operator_s,
-                "update_bandwidth": updates[1],
+                "update_bandwidth": update_bandwidth,
+                "step_s": step_s,
+                "item_s": item_s,
             },
             "exchanges": {},
             "collectives": {},
@@ -93,6 +96,11 @@ def measure(run: HardwareRun, world: World) -> dict[str, Any]:
     machine = machine_facts()
     about = {"name": machine["cpu"], "cores": machine["cores"], "torch": machine["torch"]}
     return found | about | {"memory_bytes": memory_here(), "threads": run.threads}
+
+
+def _steps(run: HardwareRun, shape: tuple[int, int]) -> int:
+    """Short steps are disturbed more, and it is from them that the fixed costs are drawn."""
+    return run.steps if shape is SHAPES[1] else 8 * run.steps
 
 
 def _touched(shape: tuple[int, int]) -> float:
@@ -132,15 +140,25 @@ def _timed(step: Callable[[], None], steps: int) -> float:
     return max(column)
 
 
+def _engine_alone(run: HardwareRun) -> tuple[float, float]:
+    """What the Engine adds to a step, and to each of its items: of a worker that has no others, around nothing."""
+    steps = _steps(run, TINY)
+    whole, update = _plain(*TINY, steps)
+    of_one, of_four = (_engine_step(run, World(), "ddp", None, *TINY, items, steps) for items in (1, 4))
+    item_s = max(0.0, (of_four - of_one) / 3 - (whole - update))
+    return max(0.0, of_one - whole - item_s), item_s
+
+
 def _exchange(
     run: HardwareRun, world: World, strategy: str, backend: str, plain: Sequence[tuple[float, float]]
 ) -> dict[str, float]:
     """Beyond a step that talks to no other worker, with the worker's own part of the update."""
     part = 1.0 if strategy in ("ddp", "star") else 1.0 / world.size
     costs = []
-    for shape, (whole, update) in zip(SHAPES, plain, strict=True):
-        costs.append(_engine_step(run, world, strategy, backend, *shape) - (whole - update) - part * update)
-    return fitted(costs)
+    for shape, (whole, update) in zip((*SHAPES, TINY), plain, strict=True):
+        step_s = _engine_step(run, world, strategy, backend, *shape, 1, _steps(run, shape))
+        costs.append(step_s - (whole - update) - part * update)
+    return fitted(costs[:-1]) | {"least_s": max(0.0, costs[-1])}
 
 
 def fitted(costs: Sequence[float]) -> dict[str, float]:
@@ -152,25 +170,36 @@ def fitted(costs: Sequence[float]) -> dict[str, float]:
     return {"fixed_s": fixed, "per_byte_s": per_byte, "per_tensor_s": per_tensor}
 
 
-def _engine_step(run: HardwareRun, world: World, strategy: str, backend: str, layers: int, elements: int) -> float:
+def _engine_step(
+    run: HardwareRun,
+    world: World,
+    strategy: str,
+    backend: str | None,
+    layers: int,
+    elements: int,
+    items: int,
+    steps: int,
+) -> float:
     with deterministic(torch.are_deterministic_algorithms_enabled()):
         engine = paceline.Engine(
-            world=world, lanes=world.size, threads=run.threads, device="cpu", strategy=strategy, backend=backend
-        )
+            world=world, lanes=world.size, accumulate=items, threads=run.threads, device="cpu", strategy=strategy,
+            backend=backend,
+        )  # fmt: skip
         model = Flat(layers, elements)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
-        data = TensorDataset(torch.zeros((WARM_UP + run.steps + 2) * world.size, 1))
+        data = TensorDataset(torch.zeros((WARM_UP + steps + 2) * items * world.size, 1))
         model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data, batch_size=1))
         batches = iter(loader)
 
         def step() -> None:
-            (x,) = next(batches)
-            engine.backward(model(x.requires_grad_()).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+            for _ in range(items):
+                (x,) = next(batches)
+                engine.backward(model(x.requires_grad_()).sum())
+                optimizer.step()
+                optimizer.zero_grad()
 
         try:
-            return _timed(step, run.steps)
+            return _timed(step, steps)
         finally:
             batches.close()
             engine.close()

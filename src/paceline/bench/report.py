@@ -308,12 +308,13 @@ def show_hardware(profile: dict[str, Any], console: Console) -> None:
         table.add_row(f"{count} workers", *(f"{number / 1e9:,.1f}" for number in numbers))
     console.print(table)
     if profile["exchanges"]:
-        exchanges = table_of("exchange", "workers", "fixed, ms", "per MB of gradients, ms", "per tensor, µs")
+        costs_in = ("fixed, ms", "per MB of gradients, ms", "per tensor, µs", "least, ms")
+        exchanges = table_of("exchange", "workers", *costs_in)
         for backend, by_workers in profile["exchanges"].items():
             for count, costs in by_workers.items():
                 for strategy, cost in costs.items():
                     numbers = [1e3 * cost["fixed_s"], 1e9 * cost["per_byte_s"], 1e6 * cost["per_tensor_s"]]
-                    cells = [f"{number:,.3g}" for number in numbers]
+                    cells = [f"{number:,.3g}" for number in (*numbers, 1e3 * cost["least_s"])]
                     exchanges.add_row(f"{strategy} over {backend}", count, *cells)
         console.print(exchanges)
     reduced = table_of("all-reduce", "workers", "bytes", "µs", "bus bandwidth, GB/s")

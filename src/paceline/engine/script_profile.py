@@ -91,7 +91,7 @@ class ScriptPreparation(Preparation):
 
 
 class ProfiledLoader:
-    """Hands the first batch out once for each variant."""
+    """Hands the first batch out once for each variant, and a few times more to be timed with the fetching of others."""
 
     def __init__(self, loader: Any, step: ProfiledStep) -> None:
         self._loader, self._step = loader, step
@@ -106,13 +106,17 @@ class ProfiledLoader:
         """All are alike."""
 
     def __iter__(self) -> Iterator[Any]:
-        batch = next(iter(self._loader))
+        fetching = iter(self._loader)
+        batch = next(fetching)
         given = samples_in(batch)
         for variant in self._step.variants(given):
             yield self._step.begins(variant, batch, given)
             self._step.ends()
         for _ in range(self._step.timed_passes):
-            yield self._step.begins_timed(batch)
+            self._step.begins_timed()
+            if not getattr(self._loader, "num_workers", 0):  # otherwise other processes fetch meanwhile
+                next(fetching, None)
+            yield batch
             self._step.ends()
         self._step.write(given)
         raise SystemExit(0)
@@ -200,10 +204,9 @@ class ProfiledStep:
         self._recorder = self._around.enter_context(recorder)
         return recorder.took(batch)
 
-    def begins_timed(self, batch: Any) -> Any:
+    def begins_timed(self) -> None:
         self._recorder = None
         self._started = time.perf_counter()
-        return batch
 
     def backward(self, loss: Tensor, weight: Any = None, *, last: bool = True) -> None:
         if not last:

@@ -6,7 +6,7 @@
 A *measured* profile has rates for every number of workers that were busy at once, because workers of one host share its
 cores and its memory; and for each strategy what its exchange costs in a step:
 
-    seconds = fixed + per byte · bytes of gradients + per tensor · parameters
+    seconds = fixed + per byte · bytes of gradients + per tensor · parameters, and at least those of next to no bytes
 
 Where that was not measured the textbook's formula stands in: messages · latency + bytes / bandwidth of the slowest
 link. Of a data sheet's peak a training step reaches a part; ATTAINED says which part is assumed.
@@ -52,6 +52,8 @@ class Rates:
     memory_bandwidth: float
     operator_s: float = 0.0  # to start one
     update_bandwidth: float | None = None  # of an optimizer, in bytes read and written; None: the memory's
+    step_s: float = 0.0  # what the Engine adds to a step and to each of its items: Python, whatever the model
+    item_s: float = 0.0
 
     def seconds(self, flops: int, moved: int, dtype: str) -> float:
         """Of one operator: it computes or waits for memory, whichever takes longer."""
@@ -77,9 +79,10 @@ class Exchange:
     fixed_s: float
     per_byte_s: float  # of gradients
     per_tensor_s: float
+    least_s: float = 0.0  # with next to no bytes: the line through large models ends below it
 
     def seconds(self, gradient_bytes: int, tensors: int) -> float:
-        return max(0.0, self.fixed_s + self.per_byte_s * gradient_bytes + self.per_tensor_s * tensors)
+        return max(self.least_s, self.fixed_s + self.per_byte_s * gradient_bytes + self.per_tensor_s * tensors)
 
 
 Exchanges = Mapping[str, Mapping[int, Mapping[str, Exchange]]]  # by backend, workers and strategy
@@ -149,6 +152,8 @@ def _scaled(rates: Rates, by: float) -> Rates:
         by * rates.memory_bandwidth,
         rates.operator_s / by,
         None if rates.update_bandwidth is None else by * rates.update_bandwidth,
+        rates.step_s / by,
+        rates.item_s / by,
     )
 
 
@@ -163,6 +168,8 @@ def _between(low: Rates, high: Rates, share: float) -> Rates:
         middle(low.memory_bandwidth, high.memory_bandwidth),
         (1 - share) * low.operator_s + share * high.operator_s,
         middle(low.updates, high.updates),
+        (1 - share) * low.step_s + share * high.step_s,
+        (1 - share) * low.item_s + share * high.item_s,
     )
 
 

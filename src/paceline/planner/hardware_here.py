@@ -19,6 +19,9 @@ SIDE = 768  # of matrices
 COPIED = 64 * 2**20
 ENOUGH_S = 0.15
 CROWDED_S = 0.6  # many turns of the scheduler
+STEP_OPERATORS, ITEM_OPERATORS = 40, 100
+"""What the Engine adds to a step and to each item, in the time of so many of torch's smallest operators: 70 and 170 µs
+on the machine of docs/accuracy.md. `paceline bench hardware` measures it."""
 
 
 def rate_of(run: Callable[[], object], work: float, crowded: bool = False) -> float:
@@ -51,7 +54,8 @@ def rates_here(
     bandwidth = rate_of(lambda: target.copy_(source), 2.0 * COPIED, crowded)
     tiny = torch.zeros(16)
     operator_s = 1 / rate_of(lambda: [tiny.add_(1.0) for _ in range(100)], 100.0, crowded)
-    return Rates(flops, bandwidth, operator_s, update_bandwidth=update_rate(crowded))
+    engine = STEP_OPERATORS * operator_s, ITEM_OPERATORS * operator_s
+    return Rates(flops, bandwidth, operator_s, update_rate(crowded), *engine)
 
 
 def update_rate(crowded: bool, elements: int = 2**21) -> float:
@@ -89,4 +93,5 @@ def _shared(rates: Rates, cores: int, threads: int, workers: int) -> Rates:
     """Each worker's part, if cores are all that they share."""
     part = min(1.0, cores / (workers * threads))
     flops = {dtype: part * rate for dtype, rate in rates.flops.items()}
-    return Rates(flops, part * rates.memory_bandwidth, rates.operator_s / part, part * rates.updates)
+    operator_s, step_s, item_s = rates.operator_s / part, rates.step_s / part, rates.item_s / part
+    return Rates(flops, part * rates.memory_bandwidth, operator_s, part * rates.updates, step_s, item_s)

@@ -6,7 +6,8 @@
     step                     ├──────────── compute ────────────────────┤             ├────────┤
 
 Compute is measured, where the model ran on this machine, or the sum over operators of max(flops / rate, bytes /
-bandwidth). A bucket leaves when its last gradient is final, and buckets travel one after another: what of it ends
+bandwidth). With it counts what the Engine's own Python takes, for an item and for a step, which is most of it where
+models are tiny. A bucket leaves when its last gradient is final, and buckets travel one after another: what of it ends
 before backward does is hidden. Workers that share cores with their exchange hide nothing: copying and adding take
 processor time, and there is none left over.
 """
@@ -69,14 +70,15 @@ def step_time(
 ) -> StepTime:
     busy = min(sizes.workers, per_host)
     items = -(-sizes.lanes // sizes.workers) * sizes.accumulate
-    one = pass_s(step, hardware, busy)
-    update = update_s(strategy, model, sizes, hardware.rates_for(busy), low_precision)
+    one, rates = pass_s(step, hardware, busy), hardware.rates_for(busy)
+    compute = items * (one + rates.item_s) + rates.step_s
+    update = update_s(strategy, model, sizes, rates, low_precision)
     if sizes.workers == 1:
-        return StepTime(items * one, update, 0.0, 0.0, hardware.is_measured)
+        return StepTime(compute, update, 0.0, 0.0, hardware.is_measured)
     measured = hardware.exchange(strategy, sizes.backend, sizes.workers) if per_host >= sizes.workers else None
-    if measured is not None:
+    if measured is not None:  # against a plain loop, so the Engine's part of a step of one item is in it
         total = exchange_s(strategy, model, sizes, measured)
-        return StepTime(items * one, update, total, total, True)
+        return StepTime(compute - rates.item_s - rates.step_s, update, total, total, True)
     link = hardware.link_of(sizes.workers, per_host)
     sent = traffic.most or _read_in_memory(strategy, model, sizes)
     total = sent / link.bandwidth + _latencies(strategy, traffic, sizes) * link.latency_s
@@ -87,7 +89,7 @@ def step_time(
     else:
         after = 0.0
     exposed = total if hardware.shares_memory else _exposed(strategy, model, step, sizes, total, one, items)
-    return StepTime(items * one, update, total + after, exposed + after, False)
+    return StepTime(compute, update, total + after, exposed + after, False)
 
 
 def exchange_s(strategy: str, model: ModelProfile, sizes: Sizes, measured: Exchange) -> float:
