@@ -383,9 +383,10 @@ def _notes(result: Result) -> list[str]:
         "",
         "A peak of convnet can't be measured to 10 %. Seven steps on 2 workers, looked at again, had 65 to 77 MB "
         "under zero1 (two runs, median 71), 76 to 86 under fsdp (median 80) and 66 to 74 under ddp; workers of one "
-        "run were up to 7 MB apart in most of their steps. Both misses are predictions at the lower end of these: "
-        "the model may be 4 to 7 MB short there, but nothing that a strategy holds explains it, so no part was "
-        "added. What was seen:",
+        "run were up to 7 MB apart in most of their steps. From one making of this page to the next a setting's peak "
+        "was up to 9 MB another, so which of its settings miss the aim changes too; the other models miss none. Most "
+        "predictions are at the lower end: the model may be 4 to 7 MB short, but nothing that a strategy holds "
+        "explains it, so no part was added. What was seen:",
         "",
         "- Peaks above what a step leaves behind differ by multiples of 4.2 MB, an activation of the first layer. "
         "From that size on (4 MiB) the C library gives memory back at once; what is smaller stays resident if it "

@@ -638,6 +638,8 @@ def test_workers_keep_the_memory_they_free_only_if_asked_and_if_the_user_said_no
         monkeypatch.delenv(name, raising=False)
     kept = environment.parent_environment(None, keep_memory=True)
     assert kept["MALLOC_TRIM_THRESHOLD_"] == str(2**40)
+    planned = environment.plan_environment(Path("order.json"), threads=1)
+    assert planned["MALLOC_TRIM_THRESHOLD_"] == str(2**40)  # a script is timed as it would run
     given_back = environment.parent_environment(None, keep_memory=False)
     assert not any(name.startswith("MALLOC_") for name in given_back)
     assert environment.may_keep_memory({})

@@ -43,6 +43,8 @@ from paceline.planner.model_profile import (
 )
 from paceline.sharding.unit import cut_units
 from paceline.strategies.buckets import gradient_specs
+from paceline.world import process
+from paceline.world.environment import may_keep_memory
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -301,6 +303,8 @@ def _compute(one: PassProfile) -> float:
 
 
 def _time_pass(model: nn.Module, batch: Any, loss: Loss, threads: int) -> float:
+    if may_keep_memory():  # as under `paceline run`: of a model of many weights a quarter of a pass is page faults
+        process.keep_free_memory()
     model.train()
     with _threads(threads):
         seconds = []

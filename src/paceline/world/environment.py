@@ -104,6 +104,7 @@ def plan_environment(order: Path, *, threads: int) -> dict[str, str]:
     """Of a process that is the only worker of a job, whose step is profiled as the order says; else as this one's."""
     return {
         **os.environ,
+        **(KEEPING_MEMORY if may_keep_memory() else {}),  # it is timed as it would run
         "PACELINE_RANK": "0",
         "PACELINE_WORLD_SIZE": "1",
         "PACELINE_SERVERS": "0",
