@@ -121,6 +121,27 @@ def test_a_write_outside_the_optimizer_is_refused_with_what_to_do(strategy: str,
         ), result.error
 
 
+def moves_weights_in_a_step(world: World, *, lanes: int) -> None:
+    """As sharpness-aware minimisation does, which puts them back before the update."""
+    with Engine(world=world, strategy="zero2", lanes=lanes) as engine:
+        model, optimizer, loader = prepared(engine)
+        for x, y in loader:
+            with torch.no_grad():
+                model.weight.add_(0.1)
+            loss = F.mse_loss(model(x), y)
+            with torch.no_grad():
+                model.weight.sub_(0.1)
+            engine.backward(loss)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_a_write_that_is_taken_back_within_the_step_is_refused_too(lanes: int) -> None:
+    """The other worker may have read what was there in between."""
+    for result in run_workers(moves_weights_in_a_step, 2, lanes=lanes):
+        assert "'weight' was changed outside the optimizer" in str(result.error), result.error
+
+
 def clamps(world: World, *, config: Any) -> str:
     """As a Wasserstein critic: weights are clamped after every step."""
     with Engine(world=world, strategy=config, lanes=2) as engine:

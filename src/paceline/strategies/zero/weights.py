@@ -10,8 +10,8 @@
 
 Two barriers around the update keep readers and writers apart: no worker writes before all have finished their
 backward, none reads the next weights before all have written. Anything else that writes would do so once for every
-worker, into the same memory: in-place changes are found by the parameters' version counters, when the next step starts
-and at boundaries such as a hash.
+worker, into the same memory, while others read it: in-place changes are found by the parameters' version counters,
+before the update, when the next step starts and at boundaries such as a hash.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class WeightsPerHost(ModelWeights):
         self.mark_clean()
 
     def update(self, shard: OptimizerShard, run: Callable[[], Any]) -> Any:
+        self.check()  # before the marks below: a write in the step's own items is taken back by its script, or stays
         self._comm.barrier()
         result = run()
         self._comm.barrier()
