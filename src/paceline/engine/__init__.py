@@ -28,7 +28,7 @@ a step
 what is refused, or told in a warning
   rules                      what people write in the loop's body
   forward_state              what forward keeps beside parameters and buffers
-  body_generators            random generators that the body draws from
+  body_state                 generators and tensors that the body carries from item to item
   loss_factor                a loss that is scaled by hand by what backward counts by itself
   outside_modules            modules of the script beside the prepared ones
 between steps

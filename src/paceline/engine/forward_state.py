@@ -4,11 +4,12 @@
                                              worker would go on from it, and which lane that is depends on the workers
     self.attention = softmax(…)              only left for others to look at: no harm
     torch.randn(…, generator=self.random)    draws of one item, then of the next on this worker: likewise handed on
-    torch.randn(…, generator=mine)           likewise, in the loop's body (body_generators.py); only said
+    torch.randn(…, generator=mine)           likewise, in the loop's body (body_state.py); only said
     criterion(…) with `center` as a buffer   changed by a module that `prepare` was not given: likewise handed on
     a head with its own optimizer            trained by a script that prepared neither: each worker would have its own
     self.calls += 1                          counts items; whether it enters the numbers can't be seen, and is only said
     model.temperature *= 0.99, in the body   likewise: it changes from item to item, and not from step to step
+    out, h = model(x, h), in the body        a tensor that the body carries on (body_state.py): likewise only said
 
 Tensors are replaced by probes until the item's backward: tensors that note whether a function was given their values.
 """
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from paceline.engine.body_generators import BodyGenerators
+from paceline.data.sharded_sampler import WorkItem
+from paceline.engine.body_state import BodyState
 from paceline.errors import LoopError
 from paceline.torch_compat import own_buffers, own_parameters, plain_torch_function, version_of
 from paceline.world import messages
@@ -141,28 +143,33 @@ class ForwardState:
         self._hook: Any = None
         self._trained: dict[int, tuple[Tensor, int]] = {}  # parameters of other modules, when they were first used
         self._drawn: list[tuple[nn.Module, str, str]] = []  # a generator, and its state before the item
-        self._body = BodyGenerators(one for _, module in self._modules for one in own_generators(module).values())
+        self._body = BodyState(
+            (one for _, module in self._modules for one in own_generators(module).values()),
+            (one for model in models for one in (*model.parameters(), *model.buffers())),
+        )
 
     @property
     def is_done(self) -> bool:
         return self._items == 0 and not self._body.is_under_way
 
-    def before(self, *, first_of_step: bool) -> None:
+    def before(self, item: WorkItem) -> None:
         self._restore()
         if self._items == 0:
+            self._body.begin_again()
             return
-        self._within_a_step = not first_of_step
+        self._within_a_step = not item.first_of_step
         self._items -= 1
         self._kept = [one for pair in self._modules for one in self._with_probes(*pair)]
         self._note_numbers()
         self._drawn = [(m, at, state_of(one)) for _, m in self._modules for at, one in own_generators(m).items()]
         self._hook = register_module_forward_pre_hook(self._note_buffers)
-        self._body.begin()
+        self._body.begin(other_lane=item.first_of_lane and not item.first_of_step)
 
-    def after(self) -> None:
+    def after(self, item: WorkItem, loss: Tensor) -> None:
         if self._hook is None:
+            self._body.end_again(loss)
             return
-        self._body.end()
+        self._body.end(loss, another_follows=not item.last_of_step)
         states = [one for one in self._kept if one.is_state()]
         self._restore()
         for one in states:
@@ -182,6 +189,7 @@ class ForwardState:
     def close(self) -> None:
         self._items = 0
         self._restore()
+        self._body.abandon()
         self._trained.clear()
 
     def _with_probes(self, name: str, module: nn.Module) -> Iterator[_Kept]:
@@ -195,7 +203,6 @@ class ForwardState:
 
     def _restore(self) -> None:
         """Wherever forward has put them, within the models."""
-        self._body.abandon()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

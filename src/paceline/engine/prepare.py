@@ -341,7 +341,10 @@ class Preparation:
     def _start_training(self, plan: Plan) -> None:
         own, config, group = self._objects, self._config, self._group
         if own.step is not None:
-            raise ConfigError("engine.prepare() was given an optimizer twice; prepare all optimizers in one call")
+            raise ConfigError(
+                "engine.prepare() has been given an optimizer before: give all of a training in one call. For another "
+                "training, as of the next fold, close this engine and make another: with Engine(…) as engine:"
+            )
         if not own.models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
         check_bare(own.models)

@@ -551,7 +551,7 @@ class BodyChecks:
 
     def before_forward(self, item: WorkItem) -> None:
         if self._forward_state is not None:
-            self._forward_state.before(first_of_step=item.first_of_step)
+            self._forward_state.before(item)
 
     def loss(self, item: WorkItem, loss: Tensor, workers: int, *, only_one: bool) -> None:
         """`only_one`: the item has no other."""
@@ -559,14 +559,21 @@ class BodyChecks:
             self._factor = None
 
     def after_forward(
-        self, item: WorkItem, seen: SeenInStep, empty: Sequence[Parameter], step: int, *, lanes_apart: bool
+        self,
+        item: WorkItem,
+        loss: Tensor,
+        seen: SeenInStep,
+        empty: Sequence[Parameter],
+        step: int,
+        *,
+        lanes_apart: bool,
     ) -> None:
         """`empty`: parameters that must have no gradient yet."""
         check_gradients_empty(empty, self._name_of, item, step)
         if self._several_lanes and not lanes_apart and not (item.first_of_step and item.last_of_step):
             self._weights.look(item, seen.weights)
         if self._forward_state is not None:
-            self._forward_state.after()
+            self._forward_state.after(item, loss)
             if self._forward_state.is_done:
                 self._forward_state = None
 

@@ -525,7 +525,7 @@ class TrainStep:
         now, of_item, active, scale = self.now, self.now.of_item, self.strategy(), self._scale
         may_have = item.shadow or of_item.before is not None or self._is_as_in_torch(item, weight)
         empty = () if may_have else active.parameters  # of a gradient
-        self.checks.after_forward(item, now.seen, empty, self.before, lanes_apart=now.lanes_apart)
+        self.checks.after_forward(item, loss, now.seen, empty, self.before, lanes_apart=now.lanes_apart)
         if not item.shadow:
             report = now.report(item.lane)
             of_item.add(report, item, weight, last=last)

@@ -30,7 +30,7 @@ _NOTHING = "no values yet"
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _STEP = str(Path(__file__).parents[1] / "engine" / "step.py")
-_SEEN_THROUGH = str(Path(__file__).parents[1] / "engine" / "body_generators.py")  # it stands around the body's calls
+_SEEN_THROUGH = str(Path(__file__).parents[1] / "engine" / "body_state.py")  # it stands around the body's calls
 
 
 def fingerprint(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""A generator that the loop's body carries from item to item is told of; one that is seeded in every item is not."""
+"""What the loop's body carries from item to item is told of; what is made anew in every item is not."""
 
 from __future__ import annotations
 
@@ -154,3 +154,87 @@ def test_nor_of_one_that_skips_its_backward() -> None:
             engine.backward(F.mse_loss(model(x), y))
             optimizer.step()
     assert _get_current_function_mode_stack() == []
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+class Bank:
+    def __init__(self) -> None:
+        self.rows = torch.ones(4)
+
+
+def train(how: str, *, lanes: int) -> None:
+    """A loop with a tensor that goes on from item to item, or seems to."""
+    with Engine(world=World(), lanes=lanes, threads=1) as engine:
+        model = net()
+        model, optimizer, loader = engine.prepare(model, adam(model), DataLoader(vectors(), batch_size=4))
+        h, kept, bank, total, cache, by_lane = None, [torch.ones(4)], Bank(), torch.zeros(()), None, {}
+
+        def of_closure() -> Any:
+            nonlocal h
+            before, h = h, torch.tanh(x.sum(1))
+            return 0.0 if before is None else before
+
+        variables = locals()
+        for x, y in loader:
+            now, more = torch.tanh(x.sum(1)), 0.0
+            if how == "a variable":
+                h, more = now, 0.0 if h is None else h
+            elif how == "a variable of a function in the loop's":
+                more = of_closure()
+            elif how == "written to":
+                more = bank.rows * 2
+                bank.rows[1:3] = now[:2]
+            elif how == "an element":
+                more, kept[0] = kept[0].view(2, 2).mT.reshape(4), now
+            elif how == "an attribute":
+                more, bank.rows = bank.rows, now
+            elif how == "made once":
+                cache = now if cache is None else cache
+                more = cache
+            elif how == "one for each lane":
+                more, by_lane[engine.lane] = by_lane.get(engine.lane, 0.0), now
+            elif how == "only its shape":
+                h, more = now, 0.0 if h is None else torch.zeros_like(h)
+            loss = F.mse_loss(model(x) + (more if isinstance(more, float) else more.mean()), y)
+            if how == "only printed":
+                total = total + loss.detach()
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if how == "changed between steps":
+                more = bank.rows
+                if engine.stepped:
+                    bank.rows = now
+        assert {"h", "how", "engine"} <= variables.keys()  # the dict that `locals()` gave is the script's
+
+
+def told_of_tensors(how: str, *, lanes: int = 4) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(how, lanes=lanes)
+    assert _get_current_function_mode_stack() == []
+    return [str(one.message) for one in caught if "carries from item to item" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    "how", ["a variable", "a variable of a function in the loop's", "written to", "an element", "an attribute"]
+)
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_a_tensor_that_goes_on_into_the_loss_of_the_next_item_is_told_of(how: str, lanes: int) -> None:
+    (told,) = told_of_tensors(how, lanes=lanes)
+    assert told.startswith("a tensor that the loop's body carries from item to item is part of the loss (test_body"), (
+        told
+    )
+
+
+@pytest.mark.parametrize(
+    "how", ["made once", "one for each lane", "only its shape", "only printed", "changed between steps", "none"]
+)
+def test_of_tensors_that_do_no_harm_nothing_is_said(how: str) -> None:
+    assert told_of_tensors(how) == []
+
+
+def test_with_one_lane_a_tensor_goes_on_as_it_would_in_torch() -> None:
+    assert told_of_tensors("a variable", lanes=1) == []
