@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.nn.functional import all_gather
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -208,6 +210,57 @@ def sum_of_samples(world: World, *, lanes: int, each: bool) -> float:
 @pytest.mark.parametrize(("workers", "lanes", "each"), [(1, 4, True), (2, 4, False), (2, 4, True), (3, 4, False)])
 def test_a_sum_over_workers_counts_every_sample_once(workers: int, lanes: int, each: bool) -> None:
     assert values(run_workers(sum_of_samples, workers, lanes=lanes, each=each)) == [2016.0] * workers
+
+
+def asks_in_the_body(world: World, *, how: str, reduction: Any) -> list[str]:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        paceline.Engine(world=world, lanes=4, reduction=reduction) as engine,
+    ):
+        warnings.simplefilter("always")
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.arange(64.0).view(16, 4))
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data, batch_size=2))
+        for (x,) in loader:
+            out = model(x)
+            loss = out.square().mean()
+            parts = [torch.zeros_like(out) for _ in range(world.size)]
+            count = torch.tensor(float(len(x)))
+            if how == "gathered":
+                dist.all_gather(parts, out.detach())
+                loss = (out @ torch.cat(parts).T).mean()
+            elif how == "with a gradient":
+                loss = (out @ torch.cat(all_gather(out)).T).mean()
+            elif how == "summed":
+                dist.all_reduce(count)
+                loss = out.square().sum() / count
+            elif how == "printed":
+                told = loss.detach().clone()
+                dist.all_reduce(told)
+            elif how == "given away":
+                dist.all_gather([torch.zeros(()) for _ in range(world.size)], loss)
+            engine.backward(loss)
+            dist.all_reduce(count)
+            optimizer.step()
+    return [str(one.message) for one in caught if "a collective of torch.distributed" in str(one.message)]
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize(
+    ("how", "reduction", "tells"),
+    [
+        ("gathered", "exact", 1),
+        ("with a gradient", "exact", 1),
+        ("summed", "exact", 1),
+        ("summed", "fast", 0),
+        ("printed", "exact", 0),
+        ("given away", "exact", 0),
+    ],
+)
+def test_a_loss_of_what_other_workers_gave_is_told_of(how: str, reduction: str, tells: int) -> None:
+    for told in values(run_workers(asks_in_the_body, 2, how=how, reduction=reduction)):
+        assert len(told) == tells, told
 
 
 @pytest.mark.workers

@@ -4,6 +4,7 @@ and so other numbers on another number of workers. Looked for in a worker's firs
     torch.randn(…, generator=mine)     seen by a mode over torch's functions
     mine = np.random.default_rng(0)    found once among all objects, as `random.Random(0)` is; states are compared
     out, h = model(x, h)               a tensor in a variable of the script
+    dist.all_gather(others, out)       what torch.distributed gave, in the loss: of as many items as there are workers
 
 A generator that is seeded anew in every item is no harm: its state before the second item's first draw is not the one
 that the first item left. A tensor is told of if the first item made it or wrote to it, if the second one's loss comes
@@ -33,6 +34,8 @@ from paceline.world import messages
 from paceline.world.determinism import state_of
 from paceline.world.script_line import frames_to_script, place_of
 
+_FROM_OTHERS = 0
+"""Where a tensor comes from that is no id of one."""
 _LOOP = str(Path(__file__).with_name("loop.py"))
 
 
@@ -83,6 +86,9 @@ class _Body(TorchFunctionMode):
         for tensor in _tensors((result, args[0] if function == "__setitem__" else None)):
             self._comes_from.setdefault(id(tensor), (origin, tensor))
 
+    def received(self, tensors: Iterable[Tensor]) -> None:
+        self._comes_from |= {id(tensor): (_FROM_OTHERS, tensor) for tensor in tensors}
+
     def followed(self, origin: int) -> Tensor:
         return self._comes_from[origin][1]
 
@@ -99,6 +105,7 @@ class BodyState:
         self._objects: list[object] | None = None
         self._mode: _Body | None = None
         self._suspect: tuple[Tensor, int, str] | None = None  # of which the second item's loss came, and where
+        self._told_received = False
         self._before: dict[int, tuple[object, str]] = {}
         self._items: list[dict[int, tuple[str, str, str]]] = []  # (name, state before, state after), of what was drawn
 
@@ -125,7 +132,10 @@ class BodyState:
         mode = self._mode
         if mode is None or not mode.is_on:
             return
-        if (origin := mode.origin_of(loss)) is not None:
+        if (origin := mode.origin_of(loss)) == _FROM_OTHERS:
+            if not self._told_received:
+                self._tell_received(mode.first_used[origin])
+        elif origin is not None:
             tensor = mode.followed(origin)
             self._suspect = tensor, mode.versions[origin], mode.first_used[origin]
         known = set(map(id, self._known))
@@ -160,6 +170,19 @@ class BodyState:
                     "the items that its worker had before it, and so on the number of workers. Draw from torch, numpy "
                     "or random without a generator, which are seeded for every item, or seed yours anew in every item"
                 )
+
+    def received(self, tensors: Iterable[Tensor]) -> None:
+        """By a collective of the script's own; after a backward they are for the next item, or for the eyes."""
+        if self._mode is not None and self._mode.is_on:
+            self._mode.received(tensors)
+
+    def _tell_received(self, where: str) -> None:
+        self._told_received = True
+        messages.warn(
+            f"the loss is made of what a collective of torch.distributed gave{where}: that is of one item of each "
+            "worker, and so the numbers depend on how many workers there are. Make it of the item's own samples, with "
+            "as large a batch for each lane as it needs; a mean over all tokens is engine.backward(loss, weight=tokens)"
+        )
 
     def begin_again(self) -> None:
         self.abandon()

@@ -15,7 +15,7 @@ that has yet to join is alone in it, as in `engine.world`: what its script runs 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,13 +32,14 @@ LAZY_BACKEND = "paceline_job"
 """What c10d makes the group with; whoever asks for its name is told the backend that moves its tensors."""
 
 Connect = Callable[[World, Store], Communicator]
+Check = Callable[[Sequence[Tensor]], None]
+"""Raises where a collective can't be called; it is told which tensors it will write to."""
 
 
 class JobGroup(dist.ProcessGroup):
     """A process group that connects with its first collective, and then passes all of them on."""
 
-    def __init__(self, world: World, store: Store, backend: str, connect: Connect, check: Callable[[], None]) -> None:
-        """`check` raises where a collective can't be called."""
+    def __init__(self, world: World, store: Store, backend: str, connect: Connect, check: Check) -> None:
         super().__init__(world.rank, world.size)  # type: ignore[call-arg]
         self._world, self._store, self._backend, self._connect, self._check = world, store, backend, connect, check
         self._comm: Communicator | None = None
@@ -48,14 +49,14 @@ class JobGroup(dist.ProcessGroup):
         self._over: str | None = None
         self._name = self._description = ""
 
-    def group_for(self, arguments: Iterable[Any]) -> Any:
+    def group_for(self, arguments: Iterable[Any], received: Sequence[Tensor] = ()) -> Any:
         """The c10d group that moves tensors of the device of `arguments`; without any, the host's."""
         if self._over is not None:
             raise WorldError(
                 f"torch.distributed: {self._over}; this group is over. Ask torch.distributed for its default group "
                 "again in every step, or use engine.reduce() and engine.gather_for_metrics(), which are tried again"
             )
-        self._check()
+        self._check(received)
         if self._comm is None:
             self._comm = self._connect(self._world, self._store)
             self._groups = {kind: self._whole(kind, group) for kind, group in self._comm.groups.items()}
@@ -144,9 +145,15 @@ COLLECTIVES = (
 """Methods that move tensors, by c10d's names: those that Python's functions call, and those that C++ does."""
 
 
+_GIVES_NOTHING = frozenset({"send", "barrier", "monitored_barrier"})
+"""Of all others the first argument is what they write to."""
+
+
 def _passed_on(name: str) -> Callable[..., Any]:
     def collective(self: JobGroup, *arguments: Any, **options: Any) -> Any:
-        return getattr(self.group_for((*arguments, *options.values())), name)(*arguments, **options)
+        given = (*arguments, *options.values())
+        received = () if name in _GIVES_NOTHING else tuple(_tensors(given[:1]))
+        return getattr(self.group_for(given, received), name)(*arguments, **options)
 
     collective.__name__ = name
     return collective
@@ -167,7 +174,7 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[Tensor]:
 class DefaultGroup:
     """The one owner of torch's default group in an engine's process, from its first meeting to its end."""
 
-    def __init__(self, backend: str, timeout_s: float, connect: Connect, check: Callable[[], None]) -> None:
+    def __init__(self, backend: str, timeout_s: float, connect: Connect, check: Check) -> None:
         self._backend, self._timeout_s, self._connect, self._check = backend, timeout_s, connect, check
         self._group: JobGroup | None = None
         self._has_own = dist.is_available() and not dist.is_initialized()

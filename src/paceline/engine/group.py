@@ -10,12 +10,13 @@ store       where processes meet by names; comm is how tensors and words go betw
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.collectives.communicator import Communicator, SingleWorker
@@ -46,8 +47,8 @@ class RunningLoop(Protocol):
 
     def start_over(self) -> None: ...
 
-    def check_collective(self) -> None:
-        """That a collective of the script's own, called in the loop's body, is called by all workers alike."""
+    def check_collective(self, received: Sequence[Tensor]) -> None:
+        """That one of the script's own, called in the loop's body, is called by all workers alike; what it gives."""
         ...
 
 
@@ -141,10 +142,10 @@ class Group:
         options = {"backend": self._config.backend, "device": self.device, "timeout_s": self.timeout_s}
         return connect_workers(world, store, **options)  # type: ignore[arg-type]
 
-    def _check_collective(self) -> None:
+    def _check_collective(self, received: Sequence[Tensor]) -> None:
         note_collective(self.evaluations, of_torch=True)
         if self.loop is not None:
-            self.loop.check_collective()
+            self.loop.check_collective(received)
 
     def _connect_default_group(self, world: World, store: Store) -> Communicator:
         comm = Communicator.connect(

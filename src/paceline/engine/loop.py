@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.data.fetching import Prefetch
@@ -265,7 +266,7 @@ class PreparedLoader:
             self._group.recovery.recover()
         self._fetch()
 
-    def check_collective(self) -> None:
+    def check_collective(self, received: Sequence[Tensor]) -> None:
         counts = [len(lanes) for lanes in self._step.now.holders]
         if self._step.inside_step and len(set(counts)) > 1:
             raise LoopError(
@@ -274,6 +275,7 @@ class PreparedLoader:
                 "Call it where engine.stepped is true, take engine.mean() for a mean over the step, or choose lanes "
                 f"that the {len(counts)} workers divide"
             )
+        self._step.checks.received(received)
 
     def _pass_lanes_on(self) -> None:
         """The step once more with other lanes for every worker, or the next one with those that it had."""

@@ -530,7 +530,7 @@ class BodyChecks:
     ) -> None:
         """`copies` finds those of the models, by name."""
         self._models, self._optimizers, self._name_of = models, optimizers, name_of
-        self._several_lanes = config.lanes > 1
+        self._several_lanes, self._exact = config.lanes > 1, config.reduction == "exact"
         self._places = ParameterPlaces(models, optimizers, name_of)
         self._weights = WeightsInStep(copies)
         self._beside = SchedulersBeside(optimizers, schedulers)
@@ -576,6 +576,11 @@ class BodyChecks:
             self._forward_state.after(item, loss)
             if self._forward_state.is_done:
                 self._forward_state = None
+
+    def received(self, tensors: Sequence[Tensor]) -> None:
+        """By a collective of the script's own, in the body of an item."""
+        if self._forward_state is not None and self._exact:
+            self._forward_state.received(tensors)
 
     def end_items(self, seen: SeenInStep, step: int) -> list[tuple[str, float]]:
         """The settings with which the step is made: they are compared between workers."""
