@@ -240,6 +240,8 @@ def asks_in_the_body(world: World, *, how: str, reduction: Any) -> list[str]:
                 dist.all_reduce(told)
             elif how == "given away":
                 dist.all_gather([torch.zeros(()) for _ in range(world.size)], loss)
+            elif how == "reduced in place":
+                dist.all_reduce(loss)
             engine.backward(loss)
             dist.all_reduce(count)
             optimizer.step()
@@ -256,6 +258,7 @@ def asks_in_the_body(world: World, *, how: str, reduction: Any) -> list[str]:
         ("summed", "fast", 0),
         ("printed", "exact", 0),
         ("given away", "exact", 0),
+        ("reduced in place", "exact", 0),
     ],
 )
 def test_a_loss_of_what_other_workers_gave_is_told_of(how: str, reduction: str, tells: int) -> None:

@@ -51,7 +51,8 @@ class _Body(TorchFunctionMode):
         self.first_used: dict[int, str] = {}  # one of those that are followed: where
         # By id: which one it comes from, by its id. The tensor itself stays, so that no other has its id.
         self._comes_from = {id(tensor): (id(tensor), tensor) for tensor in followed}
-        self.versions = {id(tensor): version_of(tensor) for tensor in followed}
+        self.versions = {id(tensor): _version(tensor) for tensor in followed}
+        self._received: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,7 +73,7 @@ class _Body(TorchFunctionMode):
             return
         writes = function == "__setitem__" or function.startswith("__i") or function[-1:] == "_" != function[-2:-1]
         given = set() if writes else set(map(id, _tensors((args, kwargs))))  # `to` may give what it was given
-        for tensor in _tensors((result, args[0] if writes else None)):
+        for tensor in _tensors((result, args[:1] if writes else ())):
             if id(tensor) not in given:
                 self.made[id(tensor)] = weakref.ref(tensor)
 
@@ -87,7 +88,13 @@ class _Body(TorchFunctionMode):
             self._comes_from.setdefault(id(tensor), (origin, tensor))
 
     def received(self, tensors: Iterable[Tensor]) -> None:
-        self._comes_from |= {id(tensor): (_FROM_OTHERS, tensor) for tensor in tensors}
+        found = {id(tensor): (_FROM_OTHERS, tensor) for tensor in tensors}
+        self._comes_from |= found
+        self._received |= found.keys()
+
+    def was_received(self, tensor: Tensor) -> bool:
+        """Itself, which changes its value and no gradient: a loss that is reduced in place, to be printed."""
+        return id(tensor) in self._received
 
     def followed(self, origin: int) -> Tensor:
         return self._comes_from[origin][1]
@@ -133,11 +140,11 @@ class BodyState:
         if mode is None or not mode.is_on:
             return
         if (origin := mode.origin_of(loss)) == _FROM_OTHERS:
-            if not self._told_received:
-                self._tell_received(mode.first_used[origin])
+            if not self._told_received and not mode.was_received(loss):
+                self._tell_received(mode.first_used.get(origin, ""))
         elif origin is not None:
             tensor = mode.followed(origin)
-            self._suspect = tensor, mode.versions[origin], mode.first_used[origin]
+            self._suspect = tensor, mode.versions[origin], mode.first_used.get(origin, "")
         known = set(map(id, self._known))
         drawn = {id(one): (name, before, state_of(one)) for one, name, before in mode.seen.values()}
         for one, before in self._before.values():
@@ -191,7 +198,7 @@ class BodyState:
         tensor, version, _ = self._suspect
         if self._mode is not None:
             self._suspect = None
-        elif version_of(tensor) != version:
+        elif _version(tensor) != version:
             self._tell_carried()
         else:
             self._enter([tensor])
@@ -228,6 +235,10 @@ def _shared() -> list[object]:
     numpy = sys.modules.get("numpy")
     shared = [random.seed.__self__, getattr(getattr(tempfile, "_name_sequence", None), "_rng", None)]  # type: ignore[attr-defined]
     return shared if numpy is None else [*shared, numpy.random.mtrand._rand]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)  # one of inference mode has none
 
 
 def _loop_is_running() -> bool:

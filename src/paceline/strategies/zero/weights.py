@@ -117,7 +117,7 @@ class WeightsPerHost(ModelWeights):
         self.mark_clean()
 
     def update(self, shard: OptimizerShard, run: Callable[[], Any]) -> Any:
-        self.check()  # before the marks below: a write in the step's own items is taken back by its script, or stays
+        self.check()  # a write within the step, also one that the script takes back: the marks below would hide it
         self._comm.barrier()
         result = run()
         self._comm.barrier()
