@@ -30,6 +30,7 @@ class Flow:
         return Flow(self.bytes - other.bytes, self.messages - other.messages)
 
 
+NOTHING = Flow()
 Flows = Mapping[tuple[str, int], Flow]  # by (operation, peer)
 
 
@@ -82,10 +83,10 @@ class Traffic:
 def _by_peer(flows: Flows) -> dict[int, Flow]:
     out: dict[int, Flow] = {}
     for (_, peer), flow in sorted(flows.items(), key=lambda entry: entry[0][1]):
-        out[peer] = out.get(peer, Flow()) + flow
+        out[peer] = out.get(peer, NOTHING) + flow
     return out
 
 
 def _difference(now: Flows, before: Flows) -> Flows:
-    moved = {key: flow - before.get(key, Flow()) for key, flow in now.items()}
+    moved = {key: flow - before.get(key, NOTHING) for key, flow in now.items()}
     return {key: flow for key, flow in moved.items() if flow.messages}

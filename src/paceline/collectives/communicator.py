@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives.byte_count import Flow, Traffic
+from paceline.collectives.byte_count import NOTHING, Flow, Traffic
 from paceline.collectives.canonical_sum import Scatter, SumPlan
 from paceline.collectives.process_groups import (
     GivenUpError,
@@ -232,7 +232,8 @@ class ByteCount:
 
     def _add(self, flows: dict[tuple[str, int], Flow], operation: str, peer: int, nbytes: int) -> None:
         with self._lock:
-            flows[operation, peer] = flows.get((operation, peer), Flow()) + Flow(nbytes, 1)
+            had = flows.get((operation, peer), NOTHING)
+            flows[operation, peer] = Flow(had.bytes + nbytes, had.messages + 1)
 
 
 class _GroupCount(ByteCount):
