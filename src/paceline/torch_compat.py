@@ -109,6 +109,32 @@ class Compiler:
         return before
 
 
+_COMPILED_BLOCKS = "Engine(compile=…)"
+_graph_watchers: list[Callable[[Any], None]] = []
+
+
+def watching_graphs(see: Callable[[Any], None]) -> Callable[[], None]:
+    """From now on `see(graph)` is told of every graph that `inductor` is given; what comes back ends that."""
+    _graph_watchers.append(see)
+    return lambda: _graph_watchers.remove(see) if see in _graph_watchers else None
+
+
+def inductor(mode: str | None) -> Any:
+    """torch.compile(backend=…): what the name "inductor" stands for, but its graphs are told of."""
+    own = resolve("torch:_TorchCompileInductorWrapper", _COMPILED_BLOCKS)
+    require(own)
+
+    class Inductor(own):  # type: ignore[misc,valid-type]
+        __name__ = "inductor"  # in torch's messages
+
+        def __call__(self, graph: Any, *inputs: Any, **options: Any) -> Any:
+            for see in tuple(_graph_watchers):
+                see(graph)
+            return super().__call__(graph, *inputs, **options)
+
+    return Inductor(mode, None, False)
+
+
 dispatch_modes: Callable[[], int] = resolve("torch._C:_len_torch_dispatch_stack", _WATCHED)  # how many are active
 _mode_stack: Callable[[], list[Any]] = resolve(
     "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _WATCHED
@@ -359,6 +385,12 @@ OPTIMIZER_HOOKS = (
 STEP_WAS_CALLED = "_opt_called"  # an attribute that schedulers look for, to see that optimizer.step() came before them
 WRAPPED_BY_SCHEDULER = "_wrapped_by_lr_sched"  # an attribute of a step() that a scheduler has wrapped, for its check
 SCALES_BY_ITSELF = "_step_supports_amp_scaling"  # an attribute that torch's GradScaler asks an optimizer for
+
+
+def shape_of_input(node: Any, place: int) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Of the tensor that a node of autograd's graph makes the gradient of, if it makes one."""
+    metadata = () if node is None else getattr(node, "_input_metadata", ())
+    return (tuple(map(int, metadata[place].shape)), metadata[place].dtype) if place < len(metadata) else None
 
 
 def saved_other(node: Any) -> Tensor | None:

@@ -36,7 +36,7 @@ from torch import nn
 from paceline.engine.activation_checkpointing import blocks_of, give_back_forward
 from paceline.errors import ConfigError
 from paceline.input_file import one_line
-from paceline.torch_compat import compiler
+from paceline.torch_compat import compiler, inductor
 from paceline.world.checked_values import one_word, switch
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -117,7 +117,11 @@ class CompiledBlocks:
         self._before = self._compiler.stay_compiled(wanted=True)
 
         def compiled(function: Callable[..., Any], mode: str | None = wanted.mode) -> Callable[..., Any]:
-            made: Callable[..., Any] = torch.compile(function, backend=wanted.backend, mode=mode, dynamic=False)
+            made: Callable[..., Any]
+            if wanted.backend == "inductor":
+                made = torch.compile(function, backend=inductor(mode), dynamic=False)
+            else:
+                made = torch.compile(function, backend=wanted.backend, mode=mode, dynamic=False)
             return made
 
         def of_block(function: Callable[..., Any]) -> Callable[..., Any]:

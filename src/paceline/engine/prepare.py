@@ -33,6 +33,7 @@ from paceline.data.work_source import Assignment, WorkSource
 from paceline.elastic.memory_checkpoint.shard_checksum import ShardChecksum
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.activation_checkpointing import Recomputed
+from paceline.engine.attention_kernels import AttentionKernels
 from paceline.engine.auto_strategy import settle
 from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.causal_masks import CausalMasks
@@ -105,6 +106,7 @@ class PreparedObjects:
     loader: PreparedLoader | None = None  # that trains
     recomputed: Recomputed | None = None
     causal_masks: CausalMasks | None = None
+    attention_kernels: AttentionKernels | None = None
     compiled: CompiledBlocks | None = None
     shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
     has_history: bool = False  # the optimizers were given with a state
@@ -138,7 +140,8 @@ class PreparedObjects:
 
     def close(self) -> None:
         self.outside.close()
-        for part in (self.loader, self.step, self.recomputed, self.causal_masks, self.compiled, self.random_numbers):
+        hooks = self.recomputed, self.causal_masks, self.attention_kernels, self.compiled, self.random_numbers
+        for part in (self.loader, self.step, *hooks):
             if part is not None:
                 part.close()
 
@@ -393,6 +396,8 @@ class Preparation:
         own.step = self._new_step(config, group, *trained, *parts)
         if group.device.type == "cuda":
             own.causal_masks = CausalMasks(own.models)
+            if config.reduction == "exact":
+                own.attention_kernels = AttentionKernels(own.models, group.device, group.note)
         for optimizer in own.optimizers:
             own.step.prepared.adopt(optimizer)
         for scheduler in own.schedulers:
