@@ -19,7 +19,7 @@ from paceline.errors import ReplicaError
 
 CPU = torch.device("cpu")
 X = torch.linspace(-1, 1, 2 * 12 * 16).view(2, 12, 16)
-SEEN = "flash kernel (2 × 4 × 12 × 4, float32, causal)"
+SEEN = "flash kernel (2 × 2 × 12 × 8, float32, causal)"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.ran += 1
-        query, key, value = self.inside(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+        query, key, value = self.inside(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
         length = x.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril() if self.mask else None
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not self.mask)
@@ -162,17 +162,17 @@ def test_other_bits_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *given, **named: plain(*given, **named) + 1e-3 * (next(runs) == 15)
     )
-    shape = (2, 4, 12, 4)
+    shape = (2, 2, 12, 8)
     with pytest.raises(
-        ReplicaError, match=r"attention kernel gives other bits in every run for 2 × 4 × 12 × 4, float32"
+        ReplicaError, match=r"attention kernel gives other bits in every run for 2 × 2 × 12 × 8, float32"
     ):
         tried(Call(shape, shape, shape, torch.float32, True), CPU)
 
 
 def test_what_cannot_be_tried_is_told_and_ends_nothing() -> None:
-    shape = (2, 4, 12, 4)
+    shape = (2, 2, 12, 8)
     line = tried(Call(shape, shape, shape, torch.float32, True, kernel=SDPBackend.CUDNN_ATTENTION), CPU)
-    assert line.startswith("kernel for 2 × 4 × 12 × 4, float32, causal not tried: ")
+    assert line.startswith("kernel for 2 × 2 × 12 × 8, float32, causal not tried: ")
 
 
 @pytest.fixture
@@ -196,4 +196,4 @@ def test_on_a_gpu_a_training_tells_which_kernel_it_took(mask: bool, kernel: str,
             optimizer.step()
     told = [line for line in lines if "attention" in line]
     assert len(told) == 1
-    assert f"attention: {kernel} kernel (2 × 4 × 12 × 4, bfloat16" in told[0], told
+    assert f"attention: {kernel} kernel (2 × 2 × 12 × 8, bfloat16" in told[0], told

@@ -101,7 +101,7 @@ def prepared(engine: Engine) -> tuple[Any, Any]:
 
 
 def test_blocks_that_are_alike_are_compiled_once_and_a_copy_has_weights_of_its_own() -> None:
-    with Engine(world=World(), compile=Compile("aot_eager")) as engine:
+    with Engine(world=World(), device="cpu", compile=Compile("aot_eager")) as engine:
         model, _ = prepared(engine)
         x = torch.randn(4, 8)
         before = model(x)
@@ -121,7 +121,7 @@ def test_blocks_that_are_alike_are_compiled_once_and_a_copy_has_weights_of_its_o
 
 
 def test_a_model_without_blocks_is_one() -> None:
-    with Engine(world=World(), compile=Compile("eager")) as engine:
+    with Engine(world=World(), device="cpu", compile=Compile("eager")) as engine:
         model = nn.Linear(8, 1)
         engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         model(torch.randn(4, 8))
@@ -130,7 +130,7 @@ def test_a_model_without_blocks_is_one() -> None:
 
 
 def test_too_many_shapes_end_the_training() -> None:
-    with Engine(world=World(), compile=Compile("eager")) as engine:
+    with Engine(world=World(), device="cpu", compile=Compile("eager")) as engine:
         model, _ = prepared(engine)
         with pytest.raises(Exception, match="recompile_limit"):
             for rows in range(2, 20):

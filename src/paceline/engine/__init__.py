@@ -16,6 +16,7 @@ prepare
   activation_checkpointing   a block's rest is computed again when its backward needs it
   compilation                torch.compile, by blocks
   causal_masks               attention of transformers: no mask tensor where it is causal alone
+  attention_kernels          which kernel a GPU takes for attention, and whether its bits are always the same
 a step
   loop                       `for batch in loader`; the one place that tries a step again
   step                       from the lanes of a global batch to one update
