@@ -200,7 +200,7 @@ def run(call: Call, device: torch.device) -> Ran:
         F.scaled_dot_product_attention,
         attn_mask=mask,
         is_causal=call.causal,
-        enable_gqa=call.query[-3] != call.key[-3],
+        enable_gqa=call.query[-3:-2] != call.key[-3:-2],
     )
 
     def once() -> tuple[Tensor, ...]:
