@@ -15,7 +15,7 @@ from paceline import TrainingArguments
 from paceline.errors import ConfigError
 from paceline.strategies.fsdp.fsdp import FsdpConfig
 from paceline.trainer.argument_fields import SupportedFields, UnsupportedFields
-from paceline.trainer.engine_setup import build_engine
+from paceline.trainer.engine_setup import advice_to_compile, build_engine
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
@@ -44,6 +44,16 @@ def test_a_warmup_ratio_counts_where_warmup_steps_is_0(steps: int, expected: flo
     given = dict([("warmup_steps", steps), ("warmup_ratio", 0.1)][::order])
     with pytest.warns(UserWarning, match=f"taken as warmup_steps=0.1|warmup_steps={steps} is given too, and is taken"):
         assert TrainingArguments(**given).warmup_steps == expected
+
+
+def test_on_a_gpu_models_of_blocks_are_told_of_torch_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.trainer.engine_setup.find_spec", lambda name: name)
+    blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()) for _ in range(3)))
+    plain, compiled = (TrainingArguments(output_dir=str(tmp_path), torch_compile=wanted) for wanted in (False, True))
+    assert "torch_compile=True trains" in advice_to_compile(plain, "cuda", blocks)
+    assert advice_to_compile(plain, "cpu", blocks) == ""
+    assert advice_to_compile(compiled, "cuda", blocks) == ""
+    assert advice_to_compile(plain, "cuda", torch.nn.Linear(2, 2)) == ""
 
 
 def test_arguments_that_are_gone_say_what_is_instead() -> None:

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -150,6 +151,14 @@ def _compiled(arguments: TrainingArguments) -> Compile | None:
     if not arguments.torch_compile:
         return None
     return Compile(arguments.torch_compile_backend or "inductor", arguments.torch_compile_mode)
+
+
+def advice_to_compile(arguments: TrainingArguments, device_type: str, model: nn.Module) -> str:
+    """Compiling is no default: a batch of another shape takes other code, and batches may have any number of them."""
+    has_blocks = next(blocks_of(model), None) is not None
+    if device_type != "cuda" or arguments.torch_compile or not has_blocks or find_spec("triton") is None:
+        return ""
+    return "torch_compile=True trains Llamas 1.4 to 1.9 times as fast; its batches may have at most 8 shapes"
 
 
 def _allow_tf32(arguments: TrainingArguments) -> None:

@@ -66,7 +66,13 @@ from paceline.trainer.dataloaders import (
     train_loader,
     train_sampler,
 )
-from paceline.trainer.engine_setup import build_engine, check_can_be_replaced, share_weights, start_seed
+from paceline.trainer.engine_setup import (
+    advice_to_compile,
+    build_engine,
+    check_can_be_replaced,
+    share_weights,
+    start_seed,
+)
 from paceline.trainer.evaluation import EvaluationOutput, Evaluator
 from paceline.trainer.losses import LossFunction, LossRule, predictions_of, takes
 from paceline.trainer.memory_metrics import MemoryMetrics
@@ -253,6 +259,8 @@ class Trainer:
             share_weights(self.engine, self.model)
             self._loop = loop = TrainingLoop(self, resume, accept, ignore_keys_for_eval)
             self.engine._note(f"{loop.described()}\n{self.args.described()}", "trainer")
+            if advice := advice_to_compile(self.args, self.engine.device.type, self.model):
+                self.engine._note(f"paceline: {advice}", "trainer")
             run_folder.begin(self.args, self.engine, fresh=not resume)
             if threading.current_thread() is threading.main_thread():  # Python hands signals to that one only
                 self.engine.stop_on_signals()
