@@ -15,8 +15,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.data import DataLoader
 
 from paceline import Engine, World
+from paceline.engine import rules
+from paceline.engine.forward_state import ForwardState
 from tests.engine.loops import vectors
 from tests.engine.test_habits import adam, net
+from tests.workers import run_workers
 
 Body = Callable[[Engine, Any, Any], Any]
 
@@ -164,9 +167,9 @@ class Bank:
         self.rows = torch.ones(4)
 
 
-def train(how: str, *, lanes: int) -> None:
+def train(how: str, *, lanes: int, world: World | None = None) -> None:
     """A loop with a tensor that goes on from item to item, or seems to."""
-    with Engine(world=World(), lanes=lanes, threads=1) as engine:
+    with Engine(world=world or World(), lanes=lanes, threads=1) as engine:
         model = net()
         model, optimizer, loader = engine.prepare(model, adam(model), DataLoader(vectors(), batch_size=4))
         h, kept, bank, total, cache, by_lane = None, [torch.ones(4)], Bank(), torch.zeros(()), None, {}
@@ -261,3 +264,26 @@ def test_of_tensors_that_do_no_harm_nothing_is_said(how: str) -> None:
 
 def test_with_one_lane_a_tensor_goes_on_as_it_would_in_torch() -> None:
     assert told_of_tensors("a variable", lanes=1) == []
+
+
+def told_of_joiners(world: World, *, how: str) -> list[str]:
+    """Each worker has one lane, and others may join."""
+    rules.ForwardState = lambda models, _: ForwardState(models, lambda: True)  # type: ignore[assignment, misc]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(how, lanes=2, world=world)
+    return [str(one.message) for one in caught if "from step to step" in str(one.message)]
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("how", ["a variable", "written to", "an attribute", "one for each lane"])
+def test_a_tensor_that_a_joining_worker_would_lack_is_told_of(how: str) -> None:
+    for worker in run_workers(told_of_joiners, 2, how=how):
+        (told,) = worker.value
+        assert "a worker that joins this elastic job later begins without it" in told
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("how", ["made once", "only its shape", "only printed", "in inference mode", "none"])
+def test_of_what_a_joining_worker_can_do_without_nothing_is_said(how: str) -> None:
+    assert [worker.value for worker in run_workers(told_of_joiners, 2, how=how)] == [[], []]

@@ -592,3 +592,42 @@ def test_large_tensors_of_extra_and_of_what_is_registered_are_saved_by_several_w
     results = run_workers(saves_large_tensors, 3, folder=str(tmp_path), strategy=strategy)
     wanted = sum(range(5000)) + 70 * 70 + 4500
     assert [(result.value, result.error) for result in results] == 3 * [(wanted, None)]
+
+
+class Counts(torch.optim.SGD):
+    """In an attribute of its own, which no state_dict of torch has."""
+
+    def __init__(self, parameters: Any, base: float) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.made, self.base = 0, base
+
+    def step(self, closure: Any = None) -> Any:
+        self.made += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 * self.base**self.made
+        return super().step(closure)
+
+
+def counted(world: World, *, folder: str, until: int, base: float, strategy: str, save: bool = False) -> str:
+    with Engine(world=world, lanes=2, threads=1, strategy=strategy) as engine:
+        model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
+        data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
+        things = engine.prepare(model, Counts(model.parameters(), base), DataLoader(data, batch_size=4))
+        if not save and Path(folder).exists():
+            engine.load_state(folder)
+        for _ in train(engine, *things, until):
+            pass
+        if save:
+            engine.save_state(folder)
+        assert (things[1].made, things[1].base) == (until, base)
+        return engine.weights_hash()
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_what_an_optimizer_counts_in_an_attribute_goes_on(tmp_path: Path, strategy: str) -> None:
+    how: dict[str, Any] = {"folder": str(tmp_path / "state"), "base": 0.8}
+    whole = hashes(run_workers(counted, 2, until=9, strategy=strategy, **how))
+    run_workers(counted, 1, until=4, strategy="ddp", save=True, **how)
+    assert hashes(run_workers(counted, 2, until=9, strategy=strategy, **how)) == whole
+    assert len(hashes(run_workers(counted, 2, until=9, strategy=strategy, **{**how, "base": 0.7}))) == 1  # the script's

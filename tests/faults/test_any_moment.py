@@ -34,6 +34,9 @@ HURT_STEPS = (2, 5, 7)  # of a short step (4, 8) some workers may have nothing t
 WITHOUT_BUCKETS = ("star", "local_sgd", "diloco")  # gradients leave at the step's end, together
 OTHER_NUMBERS = ("local_sgd", "diloco")  # they are compared with themselves on one worker
 EVERY = 5  # of these: the steps that are hurt are inside a window and at its end
+MOVING = (
+    "--moving-settings"  # the optimizer counts in its groups, as schedule-free ones do: an update is taken back whole
+)
 SAVED = ("snapshot", "write")  # the first checkpoint that comes, in whichever step
 
 
@@ -56,11 +59,12 @@ class Case:
     @property
     def trained(self) -> str:
         """What of the arguments gives another hash."""
-        return f"--windows {self.strategy}-{EVERY}" if self.strategy in OTHER_NUMBERS else ""
+        moving = "" if self.strategy == "parameter_server" else MOVING  # which refuses such an optimizer
+        return moving + (f" --windows {self.strategy}-{EVERY}" if self.strategy in OTHER_NUMBERS else "")
 
     @property
     def flags(self) -> str:
-        return f"--backend {self.backend}" + ("" if self.trained else f" --strategy {self.strategy}")
+        return f"--backend {self.backend}" + ("" if self.strategy in OTHER_NUMBERS else f" --strategy {self.strategy}")
 
     @property
     def arguments(self) -> str:

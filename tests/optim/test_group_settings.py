@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from paceline.errors import ConfigError
-from paceline.optim.group_settings import GroupSettings
+from paceline.optim.group_settings import GroupSettings, Settings
 from paceline.optim.range_optimizer import optimizer_on
 
 
@@ -116,3 +116,22 @@ def test_a_vector_by_name_and_back_keeps_values_and_kinds() -> None:
     assert named[1]["betas"] == (0.9, 0.95)
     assert named[2]["nesterov"] is True
     assert settings.vector(named) == settings.read()
+
+
+def test_settings_are_put_back_as_they_were() -> None:
+    optimizer = adamw(lr=torch.tensor(0.1))
+    optimizer.made = 3  # type: ignore[attr-defined]
+    group = optimizer.param_groups[0]
+    group["history"], rate, parameters = [1], group["lr"], group["params"]
+    before = Settings.of(optimizer)
+    optimizer.made, optimizer.come_since = 4, 1.0  # type: ignore[attr-defined]
+    rate.fill_(7.0)
+    group["history"].append(2)
+    group.update(weight_decay=0.5, made=1)
+    before.put_back(optimizer)
+    assert (optimizer.made, group["history"], group["weight_decay"]) == (3, [1], 0.01)  # type: ignore[attr-defined]
+    assert group["lr"] is rate
+    assert rate.item() == pytest.approx(0.1)
+    assert group["params"] is parameters
+    assert "made" not in group
+    assert not hasattr(optimizer, "come_since")

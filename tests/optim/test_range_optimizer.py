@@ -413,3 +413,38 @@ def test_every_precision_of_a_group_is_tried() -> None:
     check_elementwise(OnlyInDouble(both[:1], lr=0.1))
     with pytest.raises(ConfigError, match="cut into pieces"):
         check_elementwise(OnlyInDouble(both, lr=0.1))
+
+
+class Decays(optim.SGD):
+    """Counts in an attribute, or in its groups, and divides by that."""
+
+    def __init__(self, params: Any, *, where: str, matters: bool = True) -> None:
+        super().__init__(params, lr=0.1)
+        self.made, self.where, self.matters = 0, where, matters
+
+    def step(self, closure: Any = None) -> Any:
+        self.made += self.where == "an attribute"
+        for group in self.param_groups:
+            group["made"] = group.get("made", 0) + (self.where == "a group")
+            for p in group["params"]:
+                if p.grad is not None and self.matters:
+                    p.grad.div_(max(1, self.made, group["made"]))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("where", ["an attribute", "a group"])
+def test_what_is_told_its_settings_must_not_count_by_itself(where: str) -> None:
+    optimizer = Decays([Parameter(torch.ones(6, 5))], where=where)
+    check_elementwise(optimizer)
+    with pytest.raises(ConfigError, match=r"its step\(\) changes 'made' and goes on from that, and a server tells"):
+        check_elementwise(optimizer, is_told_settings=True)
+    assert optimizer.made == 0
+    assert "made" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: Decays(p, where="an attribute", matters=False), lambda p: Lion(p, lr=0.1), optim.Adam, optim.NAdam],
+)
+def test_a_count_that_changes_no_update_is_no_harm(make: Make) -> None:
+    check_elementwise(make([Parameter(torch.ones(6, 5))]), is_told_settings=True)

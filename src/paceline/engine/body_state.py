@@ -10,7 +10,8 @@ A generator that is seeded anew in every item is no harm: its state before the s
 that the first item left. A tensor is told of if the first item made it or wrote to it, if the second one's loss comes
 from it, by the functions of torch that the mode sees, and if that of the third does not, or of what was written to it
 meanwhile: what is made once and kept, and a sum that is only printed, are no harm. The second item has to be of another
-lane in the same step, since between steps a script may change what it likes.
+lane in the same step, since between steps a script may change what it likes. In an elastic job it may be of the next
+step too: a worker that joins later begins without what the script kept (as far as it was made before the backward).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from paceline.torch_compat import innermost_function_mode, version_of
@@ -111,8 +113,9 @@ class BodyState:
         self._known, self._models = [*known, *_shared()], set(map(id, models))
         self._objects: list[object] | None = None
         self._mode: _Body | None = None
+        self._made: dict[int, weakref.ref[Tensor]] = {}  # in the item that is looked at, or was
         self._suspect: tuple[Tensor, int, str] | None = None  # of which the second item's loss came, and where
-        self._told_received = False
+        self._told_received = self._joins = False
         self._before: dict[int, tuple[object, str]] = {}
         self._items: list[dict[int, tuple[str, str, str]]] = []  # (name, state before, state after), of what was drawn
 
@@ -120,18 +123,21 @@ class BodyState:
     def is_under_way(self) -> bool:
         return self._mode is not None or self._suspect is not None
 
-    def begin(self, *, other_lane: bool) -> None:
-        """`other_lane`: than the item before it, in the same step."""
-        made = {} if self._mode is None else self._mode.made
+    def begin(self, *, other_lane: bool, joins: bool = False) -> None:
+        """`other_lane`: than the item before it, in the same step. `joins`: of another, and workers may join."""
+        made = self._made
         self.abandon()
         if self._mode is not None:
             return  # it is below one of the body's, and leaves with a later item
         self._before = {id(one): (one, state_of(one)) for one in self._of_numpy_and_random()}
-        kept = [one for key, ref in made.items() if (one := ref()) is not None and key not in self._models]
-        self._enter(kept if other_lane else [])
+        alive = [one for ref in made.values() if (one := ref()) is not None and type(one) in (Tensor, Parameter)]
+        kept = [one for one in alive if id(one) not in self._models]
+        self._joins = joins
+        self._enter(kept if other_lane or joins else [])
 
     def _enter(self, followed: Sequence[Tensor]) -> None:
         self._mode = _Body(followed)
+        self._made = self._mode.made
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, loss: Tensor, *, another_follows: bool) -> None:
@@ -212,6 +218,13 @@ class BodyState:
     def _tell_carried(self) -> None:
         assert self._suspect is not None
         (_, _, where), self._suspect = self._suspect, None
+        if self._joins:
+            messages.warn(
+                f"a tensor that the loop's body keeps from step to step is part of the loss{where}: a worker that "
+                "joins this elastic job later begins without it, and then the numbers are others. Hand it over by "
+                "engine.share_with_joiners(give, take), or make it a buffer of the model that forward changes"
+            )
+            return
         messages.warn(
             f"a tensor that the loop's body carries from item to item is part of the loss{where}: what is in it "
             "depends on the items that its worker had before, and so on the number of workers. Keep one for each "

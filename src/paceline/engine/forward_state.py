@@ -131,7 +131,9 @@ def _original(_: Any, tensor: Tensor) -> Tensor:
 class ForwardState:
     """For a worker's first items: `before` their forward, and `after` it."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module], joiners_lack_it: Callable[[], bool]) -> None:
+        """`joiners_lack_it`: workers may join this job, and nothing of what the script keeps is handed to them."""
+        self._joiners_lack_it = joiners_lack_it
         self._modules = [(n, m) for model in models for n, m in model.named_modules() if not _is_metric(m)]
         self._prepared = {id(module) for model in models for module in model.modules()}
         # Probes, and hooks on all modules, would have a compiled one compiled once more.
@@ -163,7 +165,8 @@ class ForwardState:
         self._note_numbers()
         self._drawn = [(m, at, state_of(one)) for _, m in self._modules for at, one in own_generators(m).items()]
         self._hook = register_module_forward_pre_hook(self._note_buffers)
-        self._body.begin(other_lane=item.first_of_lane and not item.first_of_step)
+        other_lane = item.first_of_lane and not item.first_of_step
+        self._body.begin(other_lane=other_lane, joins=item.first_of_step and self._joiners_lack_it())
 
     def after(self, item: WorkItem, loss: Tensor) -> None:
         if self._hook is None:

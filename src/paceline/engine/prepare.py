@@ -392,7 +392,11 @@ class Preparation:
         if group.parallel is not None and group.tensor_peers.size > 1:
             peers = PeerChecks(group.sequences, group.tensor_peers, group.parallel)
         compiled = NotCompiled() if own.compiled is None else own.compiled
-        parts = (strategies, self._stops, passes, compiled, peers, own.outside.copies)
+
+        def joiners_lack_it() -> bool:
+            return group.recovery.is_elastic and not (own.shared or own.registered)
+
+        parts = (strategies, self._stops, passes, compiled, peers, own.outside.copies, joiners_lack_it)
         own.step = self._new_step(config, group, *trained, *parts)
         if group.device.type == "cuda":
             own.causal_masks = CausalMasks(own.models)

@@ -526,9 +526,10 @@ class BodyChecks:
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[Any],
         copies: Callable[[], Iterable[tuple[str, Tensor]]],
+        joiners_lack_it: Callable[[], bool],
         name_of: NameOf,
     ) -> None:
-        """`copies` finds those of the models, by name."""
+        """`copies` finds those of the models, by name. `joiners_lack_it`: see ForwardState."""
         self._models, self._optimizers, self._name_of = models, optimizers, name_of
         self._several_lanes, self._exact = config.lanes > 1, config.reduction == "exact"
         self._places = ParameterPlaces(models, optimizers, name_of)
@@ -536,7 +537,7 @@ class BodyChecks:
         self._beside = SchedulersBeside(optimizers, schedulers)
         self._factor: FactorOfLoss | None = FactorOfLoss(config.accumulate, config.lanes)
         looks = self._several_lanes and config.compile is None
-        self._forward_state: ForwardState | None = ForwardState(models) if looks else None
+        self._forward_state: ForwardState | None = ForwardState(models, joiners_lack_it) if looks else None
         self.asks_for_last = False  # the body asks which item is the step's last, and so need not call step() in others
 
     def regrouped(self, name_of: NameOf) -> None:

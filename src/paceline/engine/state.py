@@ -47,6 +47,7 @@ from paceline.mesh.full_tensors import FullTensors
 from paceline.sharding.local_shard import LocalShard
 from paceline.world.determinism import mix, seed_everything
 
+NUMBERS = "optimizers_own_numbers"
 LocalShardOf = Callable[[Tensor], Tensor | LocalShard]
 Told = Callable[[Any], list[Any]]  # what every worker says, in rank order
 Alike = Callable[[Callable[[], Any]], Any]  # an operation of all workers, done again if one is lost in it
@@ -91,6 +92,10 @@ class JobState:
             for scheduler, saved in zip(schedulers, states, strict=True):
                 scheduler.load_state_dict(saved)
 
+        def put_numbers(of_optimizers: Sequence[dict[str, float]]) -> None:
+            for optimizer, numbers in zip(self.optimizers, of_optimizers, strict=True):
+                vars(optimizer).update(numbers)
+
         def put_registered(states: Sequence[Any]) -> None:
             if len(states) != len(self.registered):
                 raise ValueError(f"{len(states)} were registered there, {len(self.registered)} here")
@@ -102,6 +107,7 @@ class JobState:
             Entry("left_out_steps", lambda: step.left_out_steps, put_left_out),
             Entry("loss_scale", lambda: step.loss_scale and step.loss_scale.state_dict(), put_scale),
             Entry("schedulers", lambda: [scheduler.state_dict() for scheduler in schedulers], put_schedulers),
+            Entry(NUMBERS, lambda: step.changed_numbers, put_numbers),
             Entry("registered", lambda: [thing.state_dict() for thing in self.registered], put_registered),
         ]
 
@@ -169,6 +175,8 @@ class JobState:
             place = partial(self.loader.load_state_dict, changed=changed)
             _load_one(folder, "place in the data", place, full_tree(tree["data"]))
         for entry in self._plain_entries():  # first: strategies load their optimizers for the step that comes next
+            if entry.name == NUMBERS and entry.name not in tree:  # of an earlier version
+                continue
             # Checkpoints of earlier versions have nothing registered.
             saved = tree.get(entry.name, []) if entry.name == "registered" else tree[entry.name]
             _load_one(folder, entry.name.replace("_", " "), entry.put, full_tree(saved))

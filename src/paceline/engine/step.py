@@ -62,6 +62,7 @@ from paceline.engine.vote import (
 )
 from paceline.errors import GenerationEnded, LoopError
 from paceline.monitor.events import Part
+from paceline.optim.group_settings import Settings, numbers_of
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
@@ -208,6 +209,7 @@ class StepState:
     traffic_before: Traffic = field(default_factory=Traffic)
     was_asked_to_stop: bool = False  # before this step
     loss_scale: dict[str, Any] | None = None  # likewise
+    settings: Sequence[Settings] = ()  # likewise, by optimizer, in a job that may lose the step
 
     def move(self, to: Phase) -> None:
         assert to in MOVES[self.phase], f"a step can't go from {self.phase.name} to {to.name}"
@@ -326,8 +328,12 @@ class TrainStep:
         compiled: Blocks,
         peers: NoPeers,
         copies: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+        joiners_lack_it: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`copies` finds those of the models, by name: they must not change inside a step either."""
+        """`copies` finds those of the models, by name: they must not change inside a step either.
+
+        `joiners_lack_it`: nothing of what the script keeps is handed to workers that join.
+        """
         self._config, self._group, self._stops = config, group, stops
         self._compiled, self._peers = compiled, peers
         self.models, self._optimizers, self._schedulers = models, optimizers, schedulers
@@ -336,8 +342,11 @@ class TrainStep:
         self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
         self.buffers = LaneBuffers(models)
         self.voting = self._new_voting()
-        self.checks = rules.BodyChecks(config, models, optimizers, schedulers, copies, strategies.name_of)
+        self.checks = rules.BodyChecks(
+            config, models, optimizers, schedulers, copies, joiners_lack_it, strategies.name_of
+        )
         self.prepared = OncePerStep(self, config)
+        self._first_numbers = [numbers_of(optimizer) for optimizer in optimizers]
         self.now = StepState()
         self.step = self.left_out_steps = 0
         self.number = 1  # of the step that is under way, or of the last one
@@ -405,6 +414,12 @@ class TrainStep:
         """Of the last step. The difference is made when it is asked for: most steps are not."""
         before, after = self._traffic
         return after - before
+
+    @property
+    def changed_numbers(self) -> list[dict[str, float]]:
+        """Of each optimizer the attributes in which it counts; what its constructor was given is the script's."""
+        pairs = zip(self._optimizers, self._first_numbers, strict=True)
+        return [{n: v for n, v in numbers_of(one).items() if first.get(n) != v} for one, first in pairs]
 
     def is_seen_by(self, call: str, *, saves: bool) -> None:
         """No further optimizer may act in this step: `call` has saved the state, or waits for all workers in an elastic
@@ -477,6 +492,7 @@ class TrainStep:
             traffic_before=traffic_before,
             was_asked_to_stop=self._stops.agreed,
             loss_scale=None if self.loss_scale is None else self.loss_scale.state_dict(),
+            settings=[Settings.of(o) for o in self._optimizers] if self._group.recovery.is_elastic else (),
             committed=not self._group.recovery.is_elastic,
         )
         if ordered:
@@ -914,6 +930,10 @@ class TrainStep:
             self._stops.agreed = was.was_asked_to_stop
             if self.loss_scale is not None and was.loss_scale is not None:
                 self.loss_scale.load_state_dict(was.loss_scale)
+            for optimizer, settings in zip(self._optimizers, was.settings, strict=bool(was.settings)):
+                settings.put_back(
+                    optimizer
+                )  # an update that is taken back may have changed some: schedule-free ones count
         self.passes.forget()
         self.buffers.forget_step()
 

@@ -9,11 +9,12 @@ numbers there are is fixed when training starts, from the groups that both sides
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,8 +23,52 @@ from paceline.errors import ConfigError
 
 NamedSetting = float | int | bool | tuple[float, ...]
 
+LARGEST_SETTING = 4096  # elements; a larger tensor in a group is something that it refers to
+
 # How an update is computed, not what it computes; the two sides may run on different devices.
 _WAYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+class Settings(NamedTuple):
+    """What an optimizer's `step` may change besides weights and state."""
+
+    groups: list[dict[str, Any]]
+    numbers: dict[str, float]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Settings:
+        groups = [{n: _copied(v) for n, v in group.items() if n != "params"} for group in optimizer.param_groups]
+        return cls(groups, numbers_of(optimizer))
+
+    def put_back(self, optimizer: Optimizer) -> None:
+        """A tensor stays the object that it is. A group that has come since stays as it is too."""
+        for group, settings in zip(optimizer.param_groups, self.groups, strict=False):
+            for name in group.keys() - settings.keys() - {"params"}:
+                del group[name]
+            for name, value in settings.items():
+                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                    group[name].detach().copy_(value)
+                else:
+                    group[name] = value
+        set_numbers(optimizer, self.numbers)
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, float]:
+    """Attributes of its own: many that people write count their steps in one, which no state_dict has."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float)}
+
+
+def set_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:
+    """These and no others; of one that is gone the class may have the first value."""
+    for name in numbers_of(optimizer).keys() - numbers.keys():
+        delattr(optimizer, name)
+    vars(optimizer).update(numbers)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.numel() <= LARGEST_SETTING else value
+    return copy.copy(value) if isinstance(value, list | dict | set) else value
 
 
 @dataclass(frozen=True)

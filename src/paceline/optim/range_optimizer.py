@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
+from paceline.optim.group_settings import Settings
 from paceline.optim.piece_state import State, scatter_state
 from paceline.sharding.flat_layout import FlatLayout, joined, part_of
 from paceline.torch_compat import OPTIMIZER_HOOKS
@@ -85,9 +86,16 @@ def _own(value: Any) -> Any:
 # -- can it run on ranges? ---------------------------------------------------------------------------------------------
 
 
-def check_elementwise(optimizer: Optimizer, device: torch.device | str | None = None) -> None:
-    """Raise ConfigError unless pieces give the bits of whole parameters; nothing of the user's is touched."""
+def check_elementwise(
+    optimizer: Optimizer, device: torch.device | str | None = None, *, is_told_settings: bool = False
+) -> None:
+    """Raise ConfigError unless pieces give the bits of whole parameters; nothing of the user's is touched.
+
+    `is_told_settings`: the copy gets the script's settings, and nobody hears of those that it changes by itself.
+    """
     reason = _why_not(optimizer, device)
+    if reason is None and is_told_settings and (name := _counted_by(optimizer, device)):
+        reason = f"its step() changes {name!r} and goes on from that, and a server tells no worker of it"
     if reason is not None:
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} can't run on ranges of parameters, which are spread over servers or "
@@ -168,6 +176,45 @@ def _trial(optimizer: Optimizer, device: torch.device | str | None) -> str | Non
             if changed:
                 return f"its step() finds {changed[0]!r} from all elements of its parameters together"
     return None
+
+
+def _counted_by(optimizer: Optimizer, device: torch.device | str | None) -> str:
+    """A setting that its step() changes by itself: with all settings put back after every step its updates differ."""
+    with torch.random.fork_rng(devices=[]):
+        free, told = (_on_random(optimizer, device) for _ in range(2))
+        before = Settings.of(told)
+        for step in range(TRIAL_STEPS):
+            for made in (free, told):
+                torch.manual_seed(step)
+                for whole in _wholes_of(made):
+                    whole.grad = torch.randn_like(whole)
+                made.step()
+            before.put_back(told)
+    if all(_same_bits(one, other) for one, other in zip(_wholes_of(free), _wholes_of(told), strict=True)):
+        return ""
+    after = Settings.of(free)
+    pairs = [*zip(before.groups, after.groups, strict=True), (before.numbers, after.numbers)]
+    return next((n for old, new in pairs for n, value in new.items() if not _equal(value, old.get(n))), "a setting")
+
+
+def _on_random(optimizer: Optimizer, device: torch.device | str | None) -> Optimizer:
+    """Of each group and precision one random matrix."""
+    torch.manual_seed(0)
+    groups, states = list[list[Tensor]](), dict[Tensor, State]()
+    for group in optimizer.param_groups:
+        examples = _one_of_each_dtype(group["params"])
+        groups.append([Parameter(_like(example, device)) for example in examples])
+        for example, whole in zip(examples, groups[-1], strict=True):
+            if kept := optimizer.state.get(example):
+                states[whole] = {name: grown(value, example, whole) for name, value in kept.items()}
+    made = optimizer_on(optimizer, groups, states)
+    for group in made.param_groups:
+        _wake(group)
+    return made
+
+
+def _wholes_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _one_of_each_dtype(parameters: Sequence[Tensor]) -> list[Tensor]:

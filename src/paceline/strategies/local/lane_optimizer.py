@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.load import full_tree
 from paceline.collectives.communicator import Handle
 from paceline.errors import LoopError
+from paceline.optim.group_settings import numbers_of, set_numbers
 from paceline.optim.piece_state import like
 from paceline.sharding.local_shard import LocalShard, all_here
 from paceline.strategies.buckets import LaneSums
@@ -85,6 +86,7 @@ class LaneOptimizer:
         self._weights: dict[int, dict[Parameter, Tensor]] = {}
         self._states: dict[int, Any] = {}
         self._settings: dict[int, Settings] = {}
+        self._numbers: dict[int, dict[str, float]] = {}  # likewise by lane: attributes in which the optimizer counts
         self._first = self._shown = optimizer.state  # what a lane begins with; what the optimizer shows between steps
         self._watch = WriteWatch()
         self._guard = optimizer.register_state_dict_pre_hook(self._refuse)
@@ -205,7 +207,7 @@ class LaneOptimizer:
         for parameter in self.outer:
             parameter.grad = gradients.get(parameter)
         try:
-            with self._settings_of(lane), self._state_of(lane):
+            with self._settings_of(lane), self._numbers_of(lane), self._state_of(lane):
                 return original_step()
         finally:
             for parameter in self.outer:
@@ -234,6 +236,18 @@ class LaneOptimizer:
             self._first = self._shown = self.optimizer.state
             self._states.clear()
             self._settings.clear()
+            self._numbers.clear()
+
+    @contextmanager
+    def _numbers_of(self, lane: int) -> Iterator[None]:
+        common = numbers_of(self.optimizer)
+        set_numbers(self.optimizer, {**common, **self._numbers.get(lane, {})})
+        try:
+            yield
+        finally:
+            now = numbers_of(self.optimizer)
+            self._numbers[lane] = {name: value for name, value in now.items() if common.get(name) != value}
+            set_numbers(self.optimizer, common)
 
     @contextmanager
     def _settings_of(self, lane: int) -> Iterator[None]:
@@ -273,6 +287,7 @@ class LaneOptimizer:
             lanes[lane] = {
                 "state": all_here(self._packed(self._states.get(lane, self._first))),
                 "settings": self._settings.get(lane, []),
+                "numbers": self._numbers.get(lane, {}),
                 "weights": {place: LocalShard.all_here(weights[p]) for place, p in self._placed() if p in weights},
                 "trained": [trained.get(lane, 0.0) for trained in self.trained],
             }
@@ -292,12 +307,14 @@ class LaneOptimizer:
         lanes, others = state.get(LANES, {}), {"state": state["state"]}
         self.close_windows()
         self._settings.clear()
+        self._numbers.clear()
         for lane in self.lanes:
             saved = lanes.get(lane, others)
             load_exactly(self.optimizer, {"state": copied(full_tree(saved["state"])), "param_groups": groups})
             self._states[lane] = self.optimizer.state
             if settings := full_tree(saved.get("settings", [])):
                 self._settings[lane] = settings
+            self._numbers[lane] = full_tree(saved.get("numbers", {}))
         self._shown = self.optimizer.state = self._states[self.lanes[0]]
         self._first = defaultdict(dict)
         known = self.outer_optimizer.state_dict()

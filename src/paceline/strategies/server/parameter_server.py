@@ -179,7 +179,7 @@ class Assembly:
         )
         if config.mode == "update":
             for optimizer in job.optimizers:
-                check_elementwise(optimizer, "cpu")
+                check_elementwise(optimizer, "cpu", is_told_settings=True)
         self.buffers = BufferPool()
         self.barrier = StoreBarrier(job.store, world.rank, world.size, job.timeout_s)
         self.comm = handshake.connect(world, job.store, workers_use=job.backend, timeout_s=job.timeout_s)
