@@ -12,6 +12,7 @@
     extra                         what the script gives       x
     shared                        `engine.share_with_joiners`                                       from a survivor
 
+Of a step that is lost after its update survivors put settings and own numbers back themselves (`TrainStep.lose`).
 A new thing with a state is one more line in `_plain_entries`. Bases are those of adapters (`adapted_models.py`).
 """
 
