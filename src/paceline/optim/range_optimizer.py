@@ -94,8 +94,11 @@ def check_elementwise(
     `is_told_settings`: the copy gets the script's settings, and nobody hears of those that it changes by itself.
     """
     reason = _why_not(optimizer, device)
-    if reason is None and is_told_settings and (name := _counted_by(optimizer, device)):
-        reason = f"its step() changes {name!r} and goes on from that, and a server tells no worker of it"
+    if reason is None and is_told_settings:
+        with torch.random.fork_rng(devices=[]):
+            name = _counted_by(optimizer, device)
+        if name:
+            reason = f"its step() changes {name!r} and goes on from that, and a server tells no worker of it"
     if reason is not None:
         raise ConfigError(
             f"optimizer {type(optimizer).__name__} can't run on ranges of parameters, which are spread over servers or "
@@ -180,16 +183,16 @@ def _trial(optimizer: Optimizer, device: torch.device | str | None) -> str | Non
 
 def _counted_by(optimizer: Optimizer, device: torch.device | str | None) -> str:
     """A setting that its step() changes by itself: with all settings put back after every step its updates differ."""
-    with torch.random.fork_rng(devices=[]):
-        free, told = (_on_random(optimizer, device) for _ in range(2))
-        before = Settings.of(told)
-        for step in range(TRIAL_STEPS):
-            for made in (free, told):
-                torch.manual_seed(step)
-                for whole in _wholes_of(made):
-                    whole.grad = torch.randn_like(whole)
-                made.step()
-            before.put_back(told)
+    drawn = [[_like(p, device) for p in _one_of_each_dtype(group["params"])] for group in optimizer.param_groups]
+    free, told = (_on_copies(optimizer, drawn) for _ in range(2))
+    before = Settings.of(told)
+    for _ in range(TRIAL_STEPS):
+        for one, other in zip(_wholes_of(free), _wholes_of(told), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        free.step()
+        told.step()
+        before.put_back(told)
     if all(_same_bits(one, other) for one, other in zip(_wholes_of(free), _wholes_of(told), strict=True)):
         return ""
     after = Settings.of(free)
@@ -197,14 +200,12 @@ def _counted_by(optimizer: Optimizer, device: torch.device | str | None) -> str:
     return next((n for old, new in pairs for n, value in new.items() if not _equal(value, old.get(n))), "a setting")
 
 
-def _on_random(optimizer: Optimizer, device: torch.device | str | None) -> Optimizer:
-    """Of each group and precision one random matrix."""
-    torch.manual_seed(0)
-    groups, states = list[list[Tensor]](), dict[Tensor, State]()
-    for group in optimizer.param_groups:
-        examples = _one_of_each_dtype(group["params"])
-        groups.append([Parameter(_like(example, device)) for example in examples])
-        for example, whole in zip(examples, groups[-1], strict=True):
+def _on_copies(optimizer: Optimizer, drawn: Sequence[Sequence[Tensor]]) -> Optimizer:
+    """Of each group one matrix of each precision."""
+    groups = [[Parameter(one.clone()) for one in some] for some in drawn]
+    states = dict[Tensor, State]()
+    for group, wholes in zip(optimizer.param_groups, groups, strict=True):
+        for example, whole in zip(_one_of_each_dtype(group["params"]), wholes, strict=True):
             if kept := optimizer.state.get(example):
                 states[whole] = {name: grown(value, example, whole) for name, value in kept.items()}
     made = optimizer_on(optimizer, groups, states)
