@@ -23,6 +23,8 @@ from paceline.errors import ConfigError
 
 NamedSetting = float | int | bool | tuple[float, ...]
 
+NUMBER = bool | int | float
+"""An attribute of such a kind is one of an optimizer's own numbers."""
 LARGEST_SETTING = 4096  # elements; a larger tensor in a group is something that it refers to
 
 # How an update is computed, not what it computes; the two sides may run on different devices.
@@ -55,7 +57,7 @@ class Settings(NamedTuple):
 
 def numbers_of(optimizer: Optimizer) -> dict[str, float]:
     """Attributes of its own: many that people write count their steps in one, which no state_dict has."""
-    return {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float)}
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, NUMBER)}
 
 
 def set_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:

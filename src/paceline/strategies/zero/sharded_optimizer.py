@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.checkpoint.load import StoredTensor, full_tree
 from paceline.collectives.communicator import Communicator, Work, wait_all
 from paceline.errors import CheckpointError, ConfigError, LoopError
-from paceline.optim.group_settings import numbers_of, set_numbers
+from paceline.optim.group_settings import NUMBER
 from paceline.optim.piece_state import State, gather_state, like, scatter_state
 from paceline.optim.range_optimizer import optimizer_on
 from paceline.sharding.bucket import Shards
@@ -157,10 +157,13 @@ class OptimizerShard:
         """
         groups = list(zip(self.optimizer.param_groups, self._on_pieces.param_groups, self._nothing, strict=False))
         changes: list[dict[str, Any]] = [{} for _ in groups]
-        numbers = numbers_of(self.optimizer)
+        own, on_pieces = vars(self.optimizer), vars(self._on_pieces)  # attributes: some optimizers count in one
+        numbers = {name: value for name, value in own.items() if isinstance(value, NUMBER)}
         result: Any = None
         for _ in [None] if turns is None else self._seen_in_turn(turns):
-            set_numbers(self._on_pieces, numbers)
+            for name in [name for name, value in on_pieces.items() if isinstance(value, NUMBER) and name not in own]:
+                del on_pieces[name]  # of an update that was taken back
+            on_pieces |= numbers
             for theirs, mine, nothing in groups:
                 mine.update(_settings(theirs))
                 nothing.grad = nothing.new_empty(0) if any(used[number] for number in self._numbers(theirs)) else None
@@ -169,7 +172,7 @@ class OptimizerShard:
                 changed.update({name: v for name, v in _settings(mine).items() if v is not theirs.get(name)})
         for (theirs, _, _), changed in zip(groups, changes, strict=True):
             theirs.update(changed)
-        set_numbers(self.optimizer, numbers_of(self._on_pieces))
+        own |= {name: value for name, value in on_pieces.items() if isinstance(value, NUMBER)}
         return result
 
     def _seen_in_turn(self, turns: Iterable[Sequence[Piece]]) -> Iterator[None]:
