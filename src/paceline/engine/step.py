@@ -930,10 +930,9 @@ class TrainStep:
             self._stops.agreed = was.was_asked_to_stop
             if self.loss_scale is not None and was.loss_scale is not None:
                 self.loss_scale.load_state_dict(was.loss_scale)
+            # An update that is taken back may have changed some: schedule-free optimizers count their steps there.
             for optimizer, settings in zip(self._optimizers, was.settings, strict=bool(was.settings)):
-                settings.put_back(
-                    optimizer
-                )  # an update that is taken back may have changed some: schedule-free ones count
+                settings.put_back(optimizer)
         self.passes.forget()
         self.buffers.forget_step()
 
